@@ -46,12 +46,10 @@ def test_a_column_of_operations_has_one_unit() -> None:
 @pytest.mark.parametrize(
     ("pretrained", "checkpoint", "start"),
     [
-        (0.0, False, "share nothing"),
-        (0.0, True, "start from one checkpoint"),
-        (0.5, False, "start from one pretraining on all the data, 50% of the training cost,"),
+        (0.0, False, ""),
+        (0.0, True, "start from one checkpoint and then "),
+        (0.5, False, "start from shared pretraining on all data (50% of the training cost) and then "),
     ],
 )
 def test_what_experts_have_in_common_is_one_sentence(pretrained: float, checkpoint: bool, start: str) -> None:
-    then = " then" if pretrained else ""
-    sentence = f"The experts {start} and{then} train without any contact."
-    assert sharing_sentence(pretrained, checkpoint) == sentence
+    assert sharing_sentence(pretrained, checkpoint) == f"The experts {start}train in isolation."

@@ -47,7 +47,7 @@ def test_without_a_monolith_the_curve_is_over_flops(swept: Builder):
     page = Page.of(swept.beyond(curve=curve, reach=None, pairs=None, guidance=None, best=None))
     assert len(dots(page, "Distance over training FLOPs: once", "selected")) == 2
     assert "The dashed line is the finished monolith" not in page.text()
-    assert "the whole router is counted" in page.text()
+    assert "include the whole router" in page.text()
 
 
 def test_a_pair_without_both_pictures_is_left_out_and_names_are_text(swept: Builder):

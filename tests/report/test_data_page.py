@@ -40,14 +40,14 @@ def test_a_page_shows_rows_rejects_and_duplicates(campaign: Path, capsys: pytest
     page = campaign / "reports/data.html"
     assert command(capsys, "data", "show", campaign, "--page", page).code == 0
     text = page.read_text()
-    assert "Nobody has looked for any" in text and "atoll data embed" not in text
+    assert "Not searched yet" in text and "atoll data embed" not in text
     assert command(capsys, "data", "dedupe", campaign).code == 0
     shown = command(capsys, "data", "show", campaign, "--page", page)
     assert "\x1b" not in shown.out and "\u202e" not in shown.out
     text = page.read_text()
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "\x1b" not in text
     assert "http" not in text.replace("http-equiv", "")
-    assert "left out, on the right" in text and "Nearest to the bounds" in text
+    assert "left out; right: kept" in text and "Nearest to the thresholds" in text
     # Of the two rejects one is a picture without a caption, which the source still has.
     rejects = text[text.index('id="rejects"') : text.index('id="duplicates"')]
     assert rejects.count("<img") == 1 and rejects.count(">none<") == 1 and "03.png" in rejects
@@ -61,7 +61,7 @@ def test_damage_is_told_on_the_page(campaign: Path, capsys: pytest.CaptureFixtur
     page = campaign / "data.html"
     assert command(capsys, "data", "show", campaign, "--page", page).code == 0
     text = page.read_text()
-    assert "no pictures that can be read" in text and "damaged" in text
+    assert "no readable images" in text and "damaged" in text
     refused(command(capsys, "data", "show", campaign, "--page", campaign / "data"), "give another --page")
 
 

@@ -148,7 +148,7 @@ def test_a_run_on_its_way_says_how_far_it_is(builder: Builder):
 def test_without_a_monolith_there_are_no_ratios(whole: Builder):
     rows = [{"name": n, "distance": d} for n, d in DISTANCES.items() if n != "monolith"]
     text = Page.of(whole.compare(rows=rows)).text()
-    assert "There was no monolith to compare with." in text
+    assert "There is no monolith to compare with." in text
     assert "This campaign trains no monolith" not in text
     whole.campaign(monolith=False)
     assert "This campaign trains no monolith" not in Page.of(whole).text(), "it was trained all the same"
@@ -180,10 +180,10 @@ def test_missing_pictures_leave_a_frame_and_large_ones_are_not_pixelated(whole: 
         ({"metric": METRIC | {"same_features_as_partition": True}}, "which favours the ensemble"),
         ({"metric": METRIC | {"akin_to_partition": True}}, "of the same family"),
         ({"metric": {"name": "x", "distance": "Fréchet of x"}}, "The distance is the Fréchet of x."),
-        ({"default": "top-2"}, "Ensemble distance17.00top-2, the best and the default: 0.85× the monolith’s"),
-        ({"rows": 16.0}, "is closer to real pictures than the monolith: 0.80× its distance."),
-        ({"rows": 20.01}, "is as close to real pictures as the monolith."),
-        ({"rows": 30.0}, "is further from real pictures than the monolith: 1.50× its distance."),
+        ({"default": "top-2"}, "Ensemble distance17.00top-2, best and default: 0.85× the monolith’s"),
+        ({"rows": 16.0}, "is closer to real images than the monolith: 0.80× its distance."),
+        ({"rows": 20.01}, "is as close to real images as the monolith."),
+        ({"rows": 30.0}, "is further from real images than the monolith: 1.50× its distance."),
     ],
 )
 def test_what_a_comparison_says_of_itself_is_told(
@@ -196,7 +196,7 @@ def test_what_a_comparison_says_of_itself_is_told(
 
 def test_numbers_of_other_weights_are_said_to_be(whole: Builder):
     """Whoever trains or assembles after a comparison must not read its distances as those of today."""
-    words = "Since atoll compare the models have changed"
+    words = "The models have changed since atoll compare"
     experts = {"experts/0": "aa" * 32, "router": "bb" * 32}
     more = {**experts, "experts/1": "ee" * 32}
     whole.store.put_json("ensemble/ensemble.json", {"parts": experts})
@@ -209,7 +209,7 @@ def test_losses_that_are_not_finite_are_left_out_and_counted(builder: Builder):
     builder.campaign().partition()
     builder.run("islands/0", finished=False, losses=[1.2, float("nan"), 0.9, float("inf"), 0.8])
     page = Page.of(builder)
-    assert "Expert 0: training losses that are not finite and are left out: 2." in page.text()
+    assert "Expert 0: training losses that are not finite, left out: 2." in page.text()
     drawn = [a["d"] for a in page.all("path")]
     assert len(drawn) > 10 and not [d for d in drawn if "nan" in d or "inf" in d]
     builder.run("islands/0", finished=False, losses=[float("nan")] * 3)
@@ -320,7 +320,7 @@ def test_shared_pretraining_is_counted(builder: Builder):
     figures = summary(builder)
     assert figures["unfinished"] == [] and figures["train_flops"]["pretrain"] == 85 * 64 * 3e8
     assert figures["flops_ratio"] == pytest.approx(1.25 + 50 * 1e6 / (340 * 3e8))
-    assert "Experts, router and shared pretraining together cost 1.250× as much training" in text
+    assert "Experts, router and shared pretraining together take 1.250× the monolith’s training FLOPs" in text
     assert "router and shared pretraining included" in text and "Experts + router + pretraining" in text
 
 
@@ -335,7 +335,7 @@ def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
     assert figures["flops_ratio"] == before["flops_ratio"] and figures["best"] == "once"
     assert figures["ratio_to_monolith"] == {"student": 4 / 3, "once": 5 / 3}
     assert "for 0.333× the monolith’s training FLOPs, its teachers’ forward passes included" in text
-    assert "one model, taught by the experts" in text
+    assert "one network distilled from the experts" in text
 
 
 def test_the_summary_holds_nothing_that_is_not_known(builder: Builder):
@@ -361,9 +361,9 @@ def test_what_was_not_measured_is_not_told_and_one_protocol_is_no_warning(whole:
     figures = summary(whole.evaluate("aa", "ensemble", 417.25))
     assert figures["compared"] == {} and figures["default"] == "once"
     text = Page.of(whole.evaluate("bb", "monolith", 542.0, "cd" * 32, routing=None, seed=1)).text()
-    assert "1,000 pictures against 1,512" in text and "monolith*" not in text
-    assert "numbers of different tables do not compare" not in text
-    assert "The last scale that was tried" not in Page.of(whole.beyond(best=None)).text()
+    assert "1,000 images against 1,512" in text and "monolith*" not in text
+    assert "do not compare numbers across tables" not in text
+    assert "At the end of the range" not in Page.of(whole.beyond(best=None)).text()
 
 
 def test_all_that_was_measured_is_shown(swept: Builder):
@@ -376,7 +376,7 @@ def test_all_that_was_measured_is_shown(swept: Builder):
     swept.evaluate("cc", "<b>ours</b>", 3.5, samples=50)
     swept.store.put_json("reports/evaluate/dd.json", {"format": "atoll/point 9"})
     swept.store.put_json("reports/evaluate/references/ee.json", {"format": "atoll/statistics 1"})
-    heads, rows = ["of", "rows", "told by"], [["<i>x", 3, None], ["y", 0.123456, "dog, cat"]]
+    heads, rows = ["of", "rows", "top words"], [["<i>x", 3, None], ["y", 0.123456, "dog, cat"]]
     ReportTable(title="Concepts", text="Two.", columns=heads, rows=rows).write(swept.store, "concepts")
     Page.of(swept).is_as_recorded("measured")
     tables = summary(swept)["compared"]

@@ -22,15 +22,15 @@ def test_findings_follow_the_tables(whole: Builder):
     whole.change("differences", {"difference": 0.01}, gap="selected-own", t="mean", cluster="all")
     whole.change("router", {"nll": 1.0, "confidence": 0.1, "ece": 0.04}, t=1.0)
     words = findings(Page.of(whole))
-    assert "3 of 4 are the best on their own cluster; on cluster 2 expert 1 is better." in words
-    assert "the first choice beats it at t = 1 and loses at t = 0.25" in words
-    lost = "better than the first choice on clusters 1 and 3, averaged over time (900, 700 training rows)"
+    assert "3 of 4 experts are best on their own cluster; on cluster 2 expert 1 is better." in words
+    assert "the top-1 expert beats it at t = 1 and loses at t = 0.25" in words
+    lost = "better than the top-1 expert on clusters 1 and 3, averaged over time (900, 700 training rows)"
     assert lost in words
     assert "is better than the cluster sizes’" in words and "It is" not in words
-    assert "Told the right cluster, the ensemble would do no better" in words
+    assert "is not significantly better than the router’s top-1 expert" in words
     whole.change("router", {"nll": None, "ece": 0.5}, t=1.0)
     words = findings(Page.of(whole))
-    assert "It is not sure enough" in words and "cross-entropy" not in words
+    assert "It is underconfident" in words and "cross-entropy" not in words
 
 
 def test_the_colour_of_a_cell_is_its_strength():
@@ -42,8 +42,8 @@ def test_the_colour_of_a_cell_is_its_strength():
 def test_without_a_monolith_errors_are_plain(whole: Builder):
     page = Page.of(whole.diagnose(monolith=False, closest=[]))
     assert "monolith" not in findings(page)
-    assert "Error of the ensemble’s ways to answer." in page.text()
-    assert "First choice and monolith by cluster" not in page.text()
+    assert "Error of the ensemble’s predictions." in page.text()
+    assert "Top-1 expert and monolith by cluster" not in page.text()
     assert not any("monolith" in attributes["title"] for attributes in page.with_class("cell"))
     assert "Each expert’s nearest sample" not in page.text()
 
@@ -64,9 +64,14 @@ def test_a_diagnosis_without_samples_has_no_part_about_them(whole: Builder):
         del content["tables"][name]
     whole.store.put_json("reports/diagnostics.json", content | {"pictures": [], "copies": None})
     text = Page.of(whole).text()
-    for title in ("Who is used", "Copies of training pictures", "Where samples end", "How steady paths are"):
+    for title in (
+        "Expert usage",
+        "Copies of training images",
+        "Clusters of the samples",
+        "Stability of paths",
+    ):
         assert title not in text
-    assert "Who knows what" in text
+    assert "Experts by cluster" in text
 
 
 def test_tables_of_another_form_are_one_line(whole: Builder):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from atoll.campaign.report_table import CONCEPTS, TOLD_BY, ReportTable
+from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
 from atoll.store.store import Store
 from helpers import assembled
 
@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"partition": {"k": 3}, "budget": {"samples": 320}, "monolith": False}
     made = assembled(tmp_path_factory.mktemp("served") / "letters", settings)
     rows: list[list[str | int | float | None]] = [[0, 40, "digits"], [1, 36, None]]
-    found = ReportTable(title="Concepts", text="", columns=["expert", "rows", TOLD_BY], rows=rows)
+    found = ReportTable(title="Concepts", text="", columns=["expert", "rows", TOP_WORDS], rows=rows)
     found.write(Store.open(made), CONCEPTS)
     return made
 

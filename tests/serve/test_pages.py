@@ -73,20 +73,20 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def drawn(page: Any, count: int) -> None:
     page.locator(".panel .below .strip").nth(count - 1).wait_for()
-    page.get_by_text("Drawn in").wait_for()
+    page.get_by_text("Generated in").wait_for()
 
 
 @pytest.mark.parametrize("page", [(1280, "light"), (360, "dark")], indirect=True)
 def test_the_playground_draws_and_says_who_painted(page: Any, server: Server) -> None:
     page.goto(server.address)
     page.locator("input[name=steps][placeholder]").wait_for()
-    page.get_by_label("Prompt").fill("1")
-    page.get_by_label("Pictures").fill("2")
+    page.locator("[name=prompt]").fill("1")
+    page.get_by_label("Images").fill("2")
     page.get_by_label("Steps").fill("6")
     page.get_by_label("Seed", exact=True).fill("5")
-    page.get_by_label("Another model or strategy").fill("top-1")
+    page.get_by_label("Add a model or routing").fill("top-1")
     page.keyboard.press("Enter")
-    page.get_by_label("Prompt").press("Enter")
+    page.locator("[name=prompt]").press("Enter")
     drawn(page, 4)
     own, other = page.locator(".panel").all()
     assert other.get_by_role("heading").inner_text() == "top-1"
@@ -118,23 +118,23 @@ def test_the_playground_draws_and_says_who_painted(page: Any, server: Server) ->
     page.goto(link)
     page.locator("input[name=steps][placeholder]").wait_for()
     assert (
-        page.get_by_label("Prompt").input_value() == "1" and page.get_by_label("Steps").input_value() == "6"
+        page.locator("[name=prompt]").input_value() == "1" and page.get_by_label("Steps").input_value() == "6"
     )
-    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     drawn(page, 6)
     assert [image.get_attribute("src") for image in page.locator(".panel img").all()] == after
     page.get_by_label("Steps").fill("3")
-    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.locator("#history li").nth(1).wait_for()
     page.locator("#history a").nth(1).click()
-    page.locator("#told", has_text="Drawn in").wait_for()
+    page.locator("#told", has_text="Generated in").wait_for()
     assert page.get_by_label("Steps").input_value() == "6"
     assert own.get_by_role("heading").inner_text() != "top-1"
 
 
 def test_what_is_wrong_is_told_beside_what_is_right(page: Any, server: Server) -> None:
     page.goto(f"{server.address}/#prompt=1&n=1&steps=2&by=once&by=top-9&by=monolith&by=%3Cimg+src%3Dx%3E")
-    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.locator(".notice.alarm", has_text="top-9").wait_for()
     page.locator(".notice.alarm", has_text="there is no routing").wait_for()
     page.locator(".panel", has_text="once").locator(".strip").wait_for()
@@ -151,9 +151,9 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Any, folder: Path, tmp_pa
         page.get_by_text("no valid key").wait_for()
         page.get_by_label("Bearer key").fill(KEY)
         page.get_by_role("button", name="Use it").click()
-        page.get_by_label("Prompt").fill("1")
-        page.get_by_label("Pictures").fill("1")
-        page.get_by_role("button", name="Draw", exact=True).click()
+        page.locator("[name=prompt]").fill("1")
+        page.get_by_label("Images").fill("1")
+        page.get_by_role("button", name="Generate", exact=True).click()
         drawn(page, 1)
         page.goto(f"{one.address}/dashboard")
         page.get_by_text("The clusters").wait_for()

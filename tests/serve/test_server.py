@@ -61,7 +61,7 @@ def test_models_are_listed_and_name_their_strategy(client: openai.OpenAI) -> Non
     answer = client.images.generate(prompt="1", model="ensemble:top-1", extra_body={"steps": 2})
     assert answer.data is not None and answer.data[0].routing["strategy"] == "top-1"  # type: ignore[attr-defined]
     found = client.models.retrieve("ensemble:full")
-    assert found.id == "ensemble:full" and found.atoll["told"] == {"0": "told by digits"}  # type: ignore[attr-defined]
+    assert found.id == "ensemble:full" and found.atoll["told"] == {"0": "top words digits"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])

@@ -15,10 +15,10 @@ _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
     """What experts share: a part of the training cost, a published checkpoint, or nothing."""
     if pretrained:
-        start = f"start from one pretraining on all the data, {pretrained:.0%} of the training cost, and then"
-        return f"The experts {start} train without any contact."
-    start = "start from one checkpoint and" if checkpoint else "share nothing and"
-    return f"The experts {start} train without any contact."
+        start = f"start from shared pretraining on all data ({pretrained:.0%} of the training cost) and then "
+    else:
+        start = "start from one checkpoint and then " if checkpoint else ""
+    return f"The experts {start}train in isolation."
 
 
 def count(value: float | None) -> str:

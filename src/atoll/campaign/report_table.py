@@ -10,7 +10,7 @@ from atoll.store.store import Store
 
 Cell = str | int | float | None
 FOLDER = "reports/findings"
-CONCEPTS, SCORES, TOLD_BY = "concepts", "scores", "told by"
+CONCEPTS, SCORES, TOP_WORDS = "concepts", "scores", "top words"
 """Two tables with a row for each cluster, and the column of the first that says what is in it. What says it
 in the second is its first column of numbers."""
 
@@ -51,8 +51,8 @@ def of_clusters(store: Store) -> dict[int, str]:
         if not store.exists(key := f"{FOLDER}/{name}.json"):
             continue
         table = ReportTable.read(store, key)
-        concepts = TOLD_BY in table.columns
-        head, column = (TOLD_BY, table.columns.index(TOLD_BY)) if concepts else ("mean score", 1)
+        concepts = TOP_WORDS in table.columns
+        head, column = (TOP_WORDS, table.columns.index(TOP_WORDS)) if concepts else ("mean score", 1)
         for row in table.rows:
             number = str(row[0]).removeprefix("cluster ")  # the last row is of all clusters
             if number.isdecimal() and len(row) > column and row[column] is not None:

@@ -14,7 +14,7 @@ from atoll.base.safe_parse import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
 from atoll.campaign.folder import Campaign
-from atoll.campaign.report_table import CONCEPTS, TOLD_BY, ReportTable
+from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
 from atoll.curate import image_hits, text_hits
 from atoll.curate.counts import ConceptCounts, Spread, count, evenness, spread
 from atoll.curate.vocabulary import Match, Vocabulary
@@ -141,7 +141,7 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     ReportTable(
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
-        columns=["expert", "rows", "sees", TOLD_BY],
+        columns=["expert", "rows", "sees", TOP_WORDS],
         rows=[[row.expert, row.rows, f"{row.sees:.1%}", row.typical] for row in experts],
     ).write(store, CONCEPTS)
     spreads = [spread(name, table, rows) for name, table in tables.items()]

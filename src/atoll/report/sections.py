@@ -126,7 +126,7 @@ def learning(facts: Facts) -> dict[str, Any]:
             "Cross-entropy at fixed times t",
             [Series("Router, cross-entropy", router.style, router.validation)],
             "cross-entropy",
-            [("knowing only the sizes", entropy)],
+            [("cluster sizes only", entropy)],
             zero=True,
         ),
         "router_accuracy": by_time(
@@ -162,7 +162,7 @@ def provenance(facts: Facts) -> dict[str, Any]:
     def producer(about: dict[str, Any] | None) -> tuple[str, str]:
         about = about or {}
         name = str(about.get("name") or "")
-        name = "none: pixels as they are" if name == "none" else name
+        name = "none: pixels" if name == "none" else name
         size, unit = (about.get("size"), "px") if about.get("size") else (about.get("max_length"), "tokens")
         return str(about.get("hash") or ""), name + (f", {size} {unit}" if size else "")
 
@@ -172,10 +172,10 @@ def provenance(facts: Facts) -> dict[str, Any]:
     versions = sorted({f"torch {card.provenance['torch']}" for card in cards if card.provenance.get("torch")})
     lines = [
         ("Partition", partition.hash, f"{partition.method}, K = {partition.k}"),
-        ("Clustered by", *producer(partition.encoder)),
+        ("Partition features", *producer(partition.encoder)),
         ("Latents", *producer(cards[0].latents if cards else None)),
-        ("Text states", *producer(cards[0].text if cards else None)),
-        ("Judged by", *producer(compared.metric if compared else None)),
+        ("Text encoder", *producer(cards[0].text if cards else None)),
+        ("Feature extractor", *producer(compared.metric if compared else None)),
         ("Code", "", ", ".join([f"atoll {facts.frozen.code}", *versions])),
     ]
     return {"lines": [line for line in lines if line[2]], "published": published}

@@ -14,9 +14,9 @@ from atoll.report.palette import model_styles
 
 SPLITS = {"heldout": "held-out rows", "train": "training rows"}
 ANSWERS = {
-    "own": "its own cluster’s expert (oracle)",
-    "selected": "the router’s first choice (top-1)",
-    "mixture": "all, weighted (full)",
+    "own": "the cluster’s own expert (oracle)",
+    "selected": "the router’s top-1 expert",
+    "mixture": "the weighted mixture (full)",
 }
 """How the ensemble may answer, and CSS classes of the colours."""
 SURE = 2.0
@@ -82,7 +82,7 @@ def _findings(k: int, diagnosis: Diagnosis) -> dict[str, Any]:
 
     # At which times, and on which clusters, differences to the baseline exceed what chance would give.
     against = []
-    for answer, name in (("selected", "first choice"), ("mixture", "weighted mixture")):
+    for answer, name in (("selected", "top-1 expert"), ("mixture", "weighted mixture")):
         rows = diagnosis.select("differences", gap=f"{answer}-{BASE}", cluster="all")
         rows = [row for row in rows if row.t != "mean"]
         sure = [r for r in rows if r.se and abs(r.difference) > SURE * r.se]
@@ -92,7 +92,7 @@ def _findings(k: int, diagnosis: Diagnosis) -> dict[str, Any]:
     rows = diagnosis.select("differences", gap=f"selected-{BASE}", t="mean")
     lost = [r.cluster for r in rows if r.cluster != "all" and r.se and r.difference > SURE * r.se]
 
-    # What the router's first choice costs against being told the cluster.
+    # What the router's top-1 expert costs compared with the true cluster's.
     choice = None
     gap = _last(diagnosis.select("differences", gap="selected-own", t="mean", cluster="all"))
     own = _last(diagnosis.select("errors", model="own", t="mean", cluster="all"))
@@ -134,7 +134,7 @@ def _router(diagnosis: Diagnosis) -> dict[str, Chart | None]:
             "Cross-entropy of the router by time",
             splits("nll"),
             "cross-entropy",
-            [("knowing only the sizes", guess)],
+            [("cluster sizes only", guess)],
             zero=True,
         ),
         "accuracy": by_time(
@@ -177,8 +177,8 @@ def _answers(diagnosis: Diagnosis) -> dict[str, Chart | None]:
     ]
     unit, guides = ("error / monolith’s", [(BASE, 1.0)]) if base else ("error", [])
     return {
-        "chart": by_time("Error by time of the ensemble’s ways to answer", lines, unit, guides),
-        "clusters": by_time("Error of the first choice by time and cluster", clusters, unit, guides),
+        "chart": by_time("Error by time of the ensemble’s predictions", lines, unit, guides),
+        "clusters": by_time("Error of the top-1 expert by time and cluster", clusters, unit, guides),
     }
 
 
@@ -306,7 +306,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
         "ends": [[cluster, *(row.landed for row in by.values())] for cluster, by in landing.items()],
         "stability": stability,
         "foreseen": by_time(
-            "How fast the foreseen picture changes with the state",
+            "Change of the predicted image with the state",
             lines([row.strategy for row in stability], "lipschitz", "foreseen"),
             "change",
             zero=True,

@@ -24,14 +24,14 @@ async function begin() {
   }
   const first = models[Object.keys(models)[0]];
   if (!first.atoll) {
-    say("The server is getting ready …");
+    say("The server is starting …");
     return setTimeout(begin, 1000);
   }
   const { condition, steps, guidance } = first.atoll;
   form.steps.placeholder = steps;
   form.guidance.placeholder = guidance;
   form.prompt.disabled = condition === "none";
-  form.prompt.placeholder = { text: "what to draw", class: "the number of a class", none: "takes no prompt" }[condition];
+  form.prompt.placeholder = { text: "describe the image", class: "class number", none: "no prompt" }[condition];
   document.querySelector("#negative-label").hidden = condition !== "text";
   const names = Object.keys(models).map((name) => name.replace(/^ensemble:/, ""));
   document.querySelector("#strategies").replaceChildren(...names.map((value) => make("option", { value })));
@@ -46,7 +46,7 @@ function show(names) {
   document.querySelector("#columns").replaceChildren(
     ...names.map((name) =>
       make("li", { class: "chip" }, name,
-        names.length > 1 && make("button", { type: "button", "aria-label": `Leave ${name} out`, onclick: () => show(columns.filter((one) => one !== name)) }, "×") || ""),
+        names.length > 1 && make("button", { type: "button", "aria-label": `Remove ${name}`, onclick: () => show(columns.filter((one) => one !== name)) }, "×") || ""),
     ),
   );
 }
@@ -85,7 +85,7 @@ async function draw() {
   const count = Math.max(1, Number(chosen.n) || 1);
   const panels = chosen.columns.map((name) => panel(name, count, chosen));
   results.replaceChildren(make("div", { class: "panels" }, ...panels.map((one) => one.element)));
-  say("Drawing …");
+  say("Generating …");
   document.querySelector("#stop").hidden = false;
   const started = performance.now();
   const ended = await Promise.allSettled(panels.map((one) => stream(one, chosen, count, stop.signal)));
@@ -94,7 +94,7 @@ async function draw() {
   document.querySelector("#stop").hidden = true;
   ended.forEach(({ reason }, number) => reason && panels[number].fail(reason));
   const failed = ended.filter(({ status }) => status === "rejected").length;
-  say(stop.signal.aborted ? "Stopped." : failed ? "" : `Drawn in ${((performance.now() - started) / 1000).toFixed(1)} s.`);
+  say(stop.signal.aborted ? "Stopped." : failed ? "" : `Generated in ${((performance.now() - started) / 1000).toFixed(1)} s.`);
   if (!failed) remember(chosen, panels[0]);
 }
 
@@ -145,7 +145,7 @@ function panel(name, count, chosen) {
       const { image, frame, below } = cells[event.number];
       const done = event.type.endsWith("completed");
       image.src = `data:image/${event.output_format};base64,${event.b64_json}`;
-      image.alt = `${chosen.prompt || "picture"}, ${name}, number ${event.number + 1}${done ? "" : ", on its way"}`;
+      image.alt = `${chosen.prompt || "image"}, ${name}, number ${event.number + 1}${done ? "" : ", preview"}`;
       image.hidden = false;
       frame.classList.toggle("waiting", !done);
       frame.classList.toggle("small", Number(event.size.split("x")[0]) <= 64);
@@ -190,7 +190,7 @@ function about(event, name, chosen) {
   }, ...steps.flatMap(cellsOf));
   const all = models.ensemble?.atoll?.experts ?? 0;
   const out = strongest.slice(0, 6).map(([expert, share]) =>
-    make("button", { type: "button", class: `chip e${expert}`, disabled: all < 2, title: [`Draw the same without expert ${expert}`, told[expert]].filter(Boolean).join(": "), onclick: () => without(expert, name) }, `${expert}: ${percent(share)}`));
+    make("button", { type: "button", class: `chip e${expert}`, disabled: all < 2, title: [`Generate without expert ${expert}`, told[expert]].filter(Boolean).join(": "), onclick: () => without(expert, name) }, `${expert}: ${percent(share)}`));
   return [strip, said, make("div", { class: "experts" }, ...out)];
 }
 
@@ -260,7 +260,7 @@ document.querySelector("#another").addEventListener("keydown", (event) => { if (
 document.querySelector("#link").addEventListener("click", async () => {
   const place = new URL(link(settings()), location.href).href;
   history.replaceState(null, "", place);
-  await navigator.clipboard?.writeText(place).then(() => say("Copied."), () => say("The address bar holds the link."));
+  await navigator.clipboard?.writeText(place).then(() => say("Copied."), () => say("Copy the link from the address bar."));
 });
 addEventListener("hashchange", () => { restore(); draw(); });
 onKey(begin);
