@@ -146,3 +146,7 @@ def test_every_file_is_named_by_its_hash(folder: Path) -> None:
             with pytest.raises(StoreError, match=r"instead of|not the one that|not what its card|damaged"):
                 load_ensemble(folder, residency)
         assemble(Campaign.open(folder))
+    content["files"] = [entry for entry in content["files"] if not entry["path"].startswith("scheduler")]
+    (place / "ensemble.json").write_text(json.dumps(content))
+    with pytest.raises(StoreError, match="is not listed in ensemble"):
+        load_ensemble(folder)

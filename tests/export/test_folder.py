@@ -374,9 +374,7 @@ def weights(change: Callable[[bytes], bytes]) -> Damage:
     return lambda f: (f / EXPERT).write_bytes(change((f / EXPERT).read_bytes()))
 
 
-def listed(damage: Damage) -> Damage:
-    """The same by somebody who writes the manifest anew."""
-
+def listed(damage: Damage) -> Damage:  # by somebody who writes the manifest anew
     def both(folder: Path) -> None:
         damage(folder)
         files = json.loads((folder / "ensemble.json").read_text())["files"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_json
 from atoll.base.text import Size, parse_size
 from atoll.encoders.registry import check_known
@@ -140,12 +140,11 @@ class Model:
             return Bank(loaded, router.router(device), absent, costs, pretrain)
 
         if generation is None:  # as the folder's pipeline draws if a call says nothing else
-            files = {entry.path: entry for entry in content.files}
-            index, scheduler = (
-                read_json(read_file(store, prefix, files[path])) if path in files else {}
-                for path in (MODEL_INDEX, SCHEDULER)
-            )
-            generation = defaults_in(index, scheduler)
+            listed = [entry for entry in content.files if entry.path in (MODEL_INDEX, SCHEDULER)]
+            if len(listed) < 2:
+                raise StoreError(f"{MODEL_INDEX} or {SCHEDULER} is not listed in {MANIFEST}", content.REMEDY)
+            by_path = {entry.path: read_json(read_file(store, prefix, entry)) for entry in listed}
+            generation = defaults_in(by_path[MODEL_INDEX], by_path[SCHEDULER])
         model = cls(bank, router.card, device, generation)
         model._allowed = encoders
         if not prefix and store.local is not None:
