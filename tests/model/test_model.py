@@ -57,10 +57,7 @@ def of_pipeline(folder: Path, model: Model, routing: str) -> list[Image.Image]:
     call: dict[str, object] = {"num_images_per_prompt": 2 * EACH}
     if prompts(model):
         call = {"num_images_per_prompt": EACH, "class_labels": [int(label) for label in prompts(model)]}
-    images: list[Image.Image] = pipe(
-        **call, generator=torch.Generator().manual_seed(SEED), routing=routing
-    ).images
-    return images
+    return list(pipe(**call, generator=torch.Generator().manual_seed(SEED), routing=routing).images)
 
 
 @pytest.fixture(scope="module")
