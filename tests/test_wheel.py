@@ -74,7 +74,7 @@ def test_what_the_dockerfile_installs_runs_the_quickstart_and_serves_it(tmp_path
 
     # The image's server.
     run(atoll, "export", "letters", "--to", "model", cwd=empty)
-    (entry,), (args,) = map(json.loads, file["ENTRYPOINT"]), map(json.loads, file["CMD"])
+    (_, entry), (args,) = map(json.loads, file["ENTRYPOINT"]), map(json.loads, file["CMD"])
     assert entry[0] == "atoll" and file["EXPOSE"] == ["8000"]
     words = [str(empty / "model") if word == "/model" else word for word in [*entry[1:], *args]]
     words = [word.replace("host=0.0.0.0", "host=127.0.0.1") for word in words]
