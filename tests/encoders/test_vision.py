@@ -180,11 +180,11 @@ FIDELITY = importlib.util.find_spec("torch_fidelity") is not None
 
 @pytest.mark.skipif(FIDELITY, reason="torch-fidelity is installed")
 def test_inception_without_its_package_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match=r"not installed .*pip install 'atoll\[fid\]'"):
+    with pytest.raises(ConfigError, match=r"not installed .*pip install -e '.\[fid\]' in the checkout"):
         extractor("inception")
 
 
-@pytest.mark.skipif(not FIDELITY, reason="no torch-fidelity: pip install 'atoll[fid]'")
+@pytest.mark.skipif(not FIDELITY, reason="no torch-fidelity: pip install -e '.[fid]'")
 def test_inception_agrees_with_torch_fidelity(tmp_path: Path) -> None:
     """The same distance as the whole program of torch-fidelity finds on the same files."""
     import torch_fidelity

@@ -26,7 +26,7 @@ class Finder:
         try:
             from ahocorasick import Automaton  # type: ignore[import-not-found]
         except ImportError:
-            fix = "install the extra: pip install 'atoll[concepts]'"
+            fix = "install the extra: pip install -e '.[concepts]' in the checkout"
             raise ConfigError("concepts need the package pyahocorasick", fix) from None
         numbers_of: dict[str, list[int]] = defaultdict(list)
         for number, units in enumerate(vocabulary.units):

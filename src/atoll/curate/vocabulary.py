@@ -110,7 +110,7 @@ def lemminflect() -> Any:
     try:
         import lemminflect as package  # type: ignore[import-untyped]
     except ImportError:
-        fix = "install the extra: pip install 'atoll[concepts]'"
+        fix = "install the extra: pip install -e '.[concepts]' in the checkout"
         raise ConfigError("concepts need the package lemminflect", fix) from None
     return package
 

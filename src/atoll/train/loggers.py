@@ -37,7 +37,7 @@ def check_trackers(config: TrackingConfig) -> None:
         if chosen and (spec is None or spec.origin is None):
             raise ConfigError(
                 f"tracking.{package} needs the package {package}, which is not installed",
-                "pip install 'atoll[tracking]', or leave the setting out",
+                "pip install -e '.[tracking]' in the checkout, or leave the setting out",
             )
     if config.wandb != "online" or any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
         return

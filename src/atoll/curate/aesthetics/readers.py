@@ -134,7 +134,7 @@ class LanguageReader(nn.Module):
         try:
             import peft
         except ImportError:
-            fix = "install the extra: pip install 'atoll[vlm]'"
+            fix = "install the extra: pip install -e '.[vlm]' in the checkout"
             raise ConfigError("image-text models are trained by the package peft", fix) from None
         self.name, self.scale = name, scale
         with loading("image-text model", name):

@@ -87,7 +87,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
     try:
         import datasets
     except ImportError:
-        raise ConfigError("hf:// sources need the package datasets", "pip install 'atoll[hub]'") from None
+        raise ConfigError("hf:// sources need the package datasets", "pip install -e '.[hub]'") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     # Without trust_remote_code: a repository that needs its own script is refused here.
