@@ -16,6 +16,7 @@ from atoll.launch.job import Job, Site, command
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 URL = "s3://bucket/a campaign; with 'quotes'"
+CODE = SkyConfig(workdir=".")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atoll-tests" / "sky"
 
 PARSE = """
@@ -64,21 +65,14 @@ def parsed(python: Path, home: Path, *paths: Path) -> list[dict[str, object]]:
 
 def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
-    full = SkyConfig(
-        accelerators="H100:8",
-        cloud="aws",
-        region="us-east-1",
-        image="docker:me/atoll:1",
-        disk=500,
-        workdir=str(tmp_path / "code"),
-        setup=("pip install .",),
-        secrets=("KEY",),
-    )
+    place = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll:1", "disk": 500}
+    full = SkyConfig(accelerators="H100:8", workdir=str(tmp_path / "code"), secrets=("KEY",), **place)  # type: ignore[arg-type]
+    on_demand = SkyConfig(setup=(), use_spot=False, cloud="kubernetes")
     argv = command("train", "expert", URL, "--expert", "0", "--wait", python="python")
     jobs = [
         Job("expert 0", argv, 64, gpus=8, processes=8, nodes=2, memory=10**11, memory_asked=True, sky=full),
-        Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0),
-        Job("monolith", argv, gpus=0, sky=SkyConfig(use_spot=False, cloud="kubernetes"), env={"A": "x: {y}"}),
+        Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0, sky=CODE),
+        Job("monolith", argv, gpus=0, sky=on_demand, env={"A": "x: {y}"}),
     ]
     sky.submit(jobs, Site(URL, tmp_path, tmp_path / "launch"))
     paths = [tmp_path / "launch" / f"{job.slug}.yaml" for job in jobs]
@@ -103,7 +97,8 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
 
 def test_skypilot_has_the_options_that_the_script_uses(python: Path, tmp_path: Path) -> None:
     """The commands of the script, asked for their help: nothing is launched."""
-    text = sky.files([Job("router", ("x",), gpus=0, sky=SkyConfig(secrets=("K",)))], URL)[sky.SCRIPT]
+    asked = SkyConfig(setup=(), secrets=("K",))
+    text = sky.files([Job("router", ("x",), gpus=0, sky=asked)], URL)[sky.SCRIPT]
     used = {"launch": ["--name", "--detach-run", "--yes", "--secret"], "queue": ["--skip-finished"]}
     assert all(option in text for options in used.values() for option in options)
     for verb, options in {**used, "logs": ["--name"]}.items():

@@ -67,13 +67,13 @@ def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(tmp_path: Path) ->
 
 def test_skypilots_nodes_have_a_python_and_as_many_processes_as_gpus(tmp_path: Path) -> None:
     campaign = opened(
-        tmp_path / "c", {"sky": {"accelerators": "H100:8"}, "router": {"python": "/opt/python"}}
+        tmp_path / "c", {"sky": {"accelerators": "H100:8", "setup": []}, "router": {"python": "/opt/python"}}
     )
     jobs = {one.name: one for one in plan_jobs(campaign, "sky")}
     assert jobs["expert 0"].argv[0] == "python" and jobs["expert 0"].processes == 8
     assert jobs["router"].argv[0] == "/opt/python"
     assert len(sky.files(list(jobs.values()), "s3://bucket/c")) == len(jobs) + 1
-    bare = plan_jobs(opened(tmp_path / "d", {}), "sky")
+    bare = plan_jobs(opened(tmp_path / "d", {"sky": {"setup": []}}), "sky")
     made = yaml.safe_load(sky.files(bare, "s3://bucket/c")["router.yaml"])
     assert "accelerators" not in made["resources"] and bare[0].processes == 1
 

@@ -18,6 +18,7 @@ from atoll.launch.job import Job, Site, command
 URL = "s3://bucket/campaign"
 SITE = Site("/c", Path("/c/launch"), Path("launch"))
 HOSTILE = ["plain", "a b", "it's", 'a"b', "a;b", "$HOME", "`id`", "a%jb"]
+CODE = SkyConfig(workdir=".")
 HOSTILE += ["a#b", "ünï", "a&b|c", "a*b", "a\\b", "-x"]
 
 
@@ -184,16 +185,8 @@ def test_needs_become_dependencies_and_every_script_is_shown() -> None:
 
 
 def test_what_a_job_asks_of_skypilot() -> None:
-    asked = SkyConfig(
-        accelerators="H100:8",
-        cloud="aws",
-        region="us-east-1",
-        image="docker:me/atoll",
-        disk=500,
-        workdir=".",
-        secrets=("KEY",),
-        setup=("pip install .",),
-    )
+    place = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll", "disk": 500}
+    asked = SkyConfig(accelerators="H100:8", workdir=".", secrets=("KEY",), **place)  # type: ignore[arg-type]
     job = Job(
         "expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
     )
@@ -218,7 +211,8 @@ def test_what_a_job_asks_of_skypilot() -> None:
 
 
 def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
-    job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=SkyConfig(accelerators="A100:8"))
+    asked = SkyConfig(accelerators="A100:8", setup=())
+    job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=asked)
     made = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     parses(made["run"])
     assert made["num_nodes"] == 2
@@ -237,9 +231,11 @@ def launched(jobs: list[Job], folder: Path, body: str) -> tuple[subprocess.Compl
 
 
 def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: Path) -> None:
-    asked = SkyConfig(secrets=("KEY",))
-    jobs = [Job("seed", train(URL), gpus=0), Job("expert 0", train(URL), gpus=0, needs=("seed",), sky=asked)]
-    jobs += [Job("expert 1", train(URL), gpus=0, needs=("seed",)), Job("router", train(URL), gpus=0)]
+    asked = SkyConfig(workdir=".", secrets=("KEY",))
+    needs = {"seed": (), "expert 0": ("seed",), "expert 1": ("seed",), "router": ()}
+    jobs = [
+        Job(name, train(URL), gpus=0, needs=needs[name], sky=asked if "0" in name else CODE) for name in needs
+    ]
     seed, one, two, router = (job.label(URL) for job in jobs)
     # A name may begin like another: expert 10 is queued, expert 1 is not.
     queued = f"{two}0 RUNNING 8 {router}"
@@ -257,8 +253,8 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
 
 @pytest.mark.parametrize("after_any", [False, True])
 def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: bool, tmp_path: Path) -> None:
-    jobs = [Job("data 1", train(URL), gpus=0)]
-    jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any)]
+    jobs = [Job("data 1", train(URL), gpus=0, sky=CODE)]
+    jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any, sky=CODE)]
     done, calls = launched(jobs, tmp_path, '[ "$2" != logs ]')
     assert any("partition.yaml" in call for call in calls) == (done.returncode == 0) == after_any
 
@@ -266,7 +262,7 @@ def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: b
 @pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])
 def test_a_hostile_url_stays_one_word(name: str, tmp_path: Path) -> None:
     url = f"s3://bucket/{name}"
-    job = Job("router", ("echo", "train", url), gpus=0)
+    job = Job("router", ("echo", "train", url), gpus=0, sky=CODE)
     texts = sky.files([job], url)
     done = subprocess.run(
         ["sh", "-c", yaml.safe_load(texts["router.yaml"])["run"]], capture_output=True, check=True
@@ -281,6 +277,8 @@ def test_what_no_cloud_can_see_or_give_is_refused() -> None:
     assert [sky.gpus(text) for text in (None, "A100", "H100:8", "{A100:4, H100:4}")] == [None, 1, 8, None]
     with pytest.raises(ConfigError, match=r"launch.gpus 4 and launch.sky.accelerators 'H100:8' do not agree"):
         sky.files([Job("router", train(URL), gpus=4, sky=SkyConfig(accelerators="H100:8"))], URL)
+    with pytest.raises(ConfigError, match=r"router: nothing installs .*: set launch\.sky\.workdir"):
+        sky.files([Job("router", train(URL), gpus=0)], URL)
 
 
 # Settings.

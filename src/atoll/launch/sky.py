@@ -62,6 +62,9 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         if count is not None and count != (job.gpus or 0):
             conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
+        if job.sky.setup is None and job.sky.workdir is None:
+            what = f"{job.name}: nothing installs Atoll on the node"
+            raise ConfigError(what, "set launch.sky.workdir to a checkout, or launch.sky.setup")
         task = _task(job, campaign)
         texts[f"{job.slug}.yaml"] = yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -109,7 +112,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
         # Absolute, as the script changes folders.
         "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
         "envs": dict(job.environment),
-        "setup": "\n".join(("set -e", *sky.setup)) + "\n",
+        "setup": "\n".join(("set -e", *(sky.setup or ["pip install ."]))) + "\n",
         # With exec, since a shell in between would not pass a signal on.
         "run": f"{meet}exec {job.shell('$host', str(PORT))}\n",
     }

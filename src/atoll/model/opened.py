@@ -154,9 +154,9 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
             raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
     entries = {entry.path: entry for entry in manifest.files}
     paths = [MODEL_INDEX, f"experts/{EXPERTS}", *(key for name in components for key in files.list(name))]
-    for path in paths:
-        if path not in entries:
-            raise StoreError(f"{root / path} is not listed in {MANIFEST}", REMEDY)
+    for name in paths:
+        if name not in entries:
+            raise StoreError(f"{root / name} is not listed in {MANIFEST}", REMEDY)
     with hashers() as pool:
         list(pool.map(lambda path: check_file(files, "", entries[path]), paths))
     encoders = tuple(name for name in components if name != "scheduler")

@@ -58,8 +58,8 @@ class SkyConfig(Config):
     """Local folder with code that is copied to the node and is the working directory there."""
     secrets: tuple[Variable, ...] = ()
     """Variables of the launching shell that the run gets too, such as the store's keys."""
-    setup: tuple[Line, ...] = ("pip install atoll",)
-    """Shell lines that install Atoll on a fresh node."""
+    setup: tuple[Line, ...] | None = None
+    """Shell lines that install Atoll on a fresh node; by default `pip install .` in `workdir`."""
 
 
 class Placement(Config):
