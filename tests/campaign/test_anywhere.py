@@ -38,7 +38,7 @@ def remote(url: str, tmp_path: Path) -> Store:
 def test_a_new_campaign_at_a_url(url: str, run: Run) -> None:
     answer = run("new", url, "--recipe", "cpu")
     assert answer.code == 0 and f"wrote {url}/campaign.yaml" in answer.out
-    refused(run("new", url), f"{url}/campaign.yaml exists already")
+    refused(run("new", url, "--set", "seed=1"), f"{url}/campaign.yaml exists already, with other settings")
     refused(run("report", url), f"{url} has no partition", f"atoll partition {url}")
     refused(run("data", "show", url), f"there is no data set at {url}/data")
     refused(run("train", "expert", url, "--expert", "0"), f"{url}/islands/0 has no island.json")

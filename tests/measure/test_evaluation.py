@@ -117,8 +117,9 @@ def test_what_cannot_be_measured_is_refused(
     tried("holds no images", images=tmp_path / "empty")
     tried("there is no folder", images=tmp_path / "nowhere")
     few = save_pictures(tmp_path / "few", 16)
-    tried("16 samples for 16 dimensions: the covariance is singular", "evaluate.components", images=few)
-    tried("16 reference pictures for 16 dimensions: the covariance is singular", reference=few)
+    most = ["--set", "evaluate.components=16"]  # by default half as many as there are pictures
+    tried("16 samples for 16 dimensions: the covariance is singular", images=few, more=most)
+    tried("16 reference pictures for 16 dimensions: the covariance is singular", reference=few, more=most)
     for more, *words in (
         (["--split", "train"], "--split train is for a data set", "leave it out"),
         (["--metrics", "precison"], "unknown metric 'precison': did you mean 'precision'?"),

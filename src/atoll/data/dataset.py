@@ -89,7 +89,7 @@ class DataSet:
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
         self._columns: dict[str, Column] = {}
-        self._splits: dict[str, Rows] = {}
+        self._split: Rows | None = None
         self._readers: dict[int, ImageReader] = {}
 
     @classmethod
@@ -248,9 +248,10 @@ class DataSet:
     def forget(self, name: str) -> None:
         """Let a column be read anew, since it is about to be written."""
         self._columns.pop(name, None)
-        if name in ("split", WEIGHTS):
-            self._splits.clear()
-            self.__dict__.pop("weights", None)  # the cached property would go on with those of before
+        if name == "split":
+            self._split = None
+        if name == WEIGHTS:  # the cached property would go on with those of before
+            self.__dict__.pop("weights", None)
 
     def write_column(
         self,
@@ -288,11 +289,10 @@ class DataSet:
         """Row numbers of `train`, `heldout` or `test` that count, ascending."""
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
-        if name not in self._splits:
-            values = self.column("split").read(np.arange(len(self))).numpy()
-            counts = (values == SPLITS.index(name)) & (self.weights > 0)
-            self._splits[name] = np.flatnonzero(counts).astype(np.int64)
-        return self._splits[name]
+        if self._split is None:
+            self._split = self.column("split").read(np.arange(len(self))).numpy()
+        # Weights may have been set since: what counts is asked every time.
+        return np.flatnonzero((self._split == SPLITS.index(name)) & (self.weights > 0)).astype(np.int64)
 
     @cached_property
     def weights(self) -> NDArray[np.float32]:

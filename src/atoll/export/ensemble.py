@@ -65,6 +65,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
     parts = manifest.checkpoints(store, "ensemble/", chosen)
+    manifest.check_indices(store, "ensemble")
     router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, allowed=campaign.config.encoders)
     check_encoders(router, networks.get("text_encoder"), networks.get("vae"))

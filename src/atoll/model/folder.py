@@ -23,7 +23,7 @@ from atoll.model.expert import REMEDY, WEIGHTS
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
-from atoll.store.manifest import FileEntry, OwnFiles, entry_of
+from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
 
@@ -81,6 +81,13 @@ class Manifest(File):
         names = ["router", *(f"experts/{n}" for n in numbers), *({PRETRAIN_PART} & self.parts.keys())]
         cards = {entry.path: entry.sha256 for entry in self.files}
         return {name: Checkpoint(store, f"{prefix}{name}", cards[f"{name}/{CARD}"]) for name in names}
+
+    def check_indices(self, store: Store, prefix: str) -> None:
+        """Hold `model_index.json` and `experts.json` against their entries, where nobody reads them."""
+        # An export writes both anew, but a folder in which they are torn is no source.
+        for entry in self.files:
+            if entry.path in (MODEL_INDEX, f"experts/{EXPERTS}"):
+                check_file(store, prefix, entry)
 
 
 class ExpertIndex(File):
