@@ -42,13 +42,13 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_790,
+    "core": 22_788,
     "measure": 3_823,
-    "report": 1_772,
+    "report": 1_764,
     "export": 1_528,
     "serve": 1_411,
     "curate": 2_834,
-    "tests": 29_280,
+    "tests": 29_274,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
     "tour": 4_592,
