@@ -1,6 +1,6 @@
 """A picture of a finished campaign: what its models make of the same prompts and the same noise.
 
-python docs/campaign_picture.py campaigns/quickstart docs/quickstart.png
+python docs/campaign_picture.py campaigns/quickstart quickstart.png
 python docs/campaign_picture.py campaigns/emoji examples/emoji/same-noise.png monolith student commit
 """
 
