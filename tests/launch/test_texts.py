@@ -215,7 +215,7 @@ def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
     job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=asked)
     made = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     parses(made["run"])
-    assert made["num_nodes"] == 2
+    assert made["num_nodes"] == 2 and made["setup"] == "set -e\n"  # its image has Atoll
     assert '--rdzv-endpoint "$host:29500"' in made["run"] and "SKYPILOT_NODE_IPS" in made["run"]
 
 

@@ -112,7 +112,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
         # Absolute, as the script changes folders.
         "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
         "envs": dict(job.environment),
-        "setup": "\n".join(("set -e", *(sky.setup or ["pip install ."]))) + "\n",
+        "setup": "\n".join(("set -e", *(("pip install .",) if sky.setup is None else sky.setup))) + "\n",
         # With exec, since a shell in between would not pass a signal on.
         "run": f"{meet}exec {job.shell('$host', str(PORT))}\n",
     }
