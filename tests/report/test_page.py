@@ -243,6 +243,7 @@ def test_an_expert_has_one_colour_everywhere(page: Page):
 
 
 COMPARED = b'{"format": "atoll/comparison 1", "rows": [], "metric": {}, "prompts": ["a"], "clusters": []}'
+DIAGNOSED = b'{"format": "atoll/diagnosis 1", "settings": {"splits": []}, "tables": []}'
 
 
 @pytest.mark.parametrize(
@@ -256,11 +257,7 @@ COMPARED = b'{"format": "atoll/comparison 1", "rows": [], "metric": {}, "prompts
         ("reports/compare.json", b'{"format": "atoll/comparison 1", "rows": 5}', ""),
         ("reports/compare.json", COMPARED, ""),
         ("reports/stages.json", b"7", ""),
-        (
-            "reports/diagnostics.json",
-            b'{"format": "atoll/diagnosis 1", "settings": {"splits": []}, "tables": []}',
-            "",
-        ),
+        ("reports/diagnostics.json", DIAGNOSED, ""),
         ("reports/evaluate/x.json", b'{"format": "atoll/point 1"}', ""),
         ("partition/partition.json", b'{"format": "atoll/partition 1", "hash": "x"}', ""),
         ("campaign.json", b'{"format": "atoll/campaign 1"}', ""),

@@ -130,7 +130,7 @@ class Report(File):
     def known(cls, store: Store, key: str) -> Self | None:
         """What was measured before, where it is of this version and this key."""
         content = store.get_json(cls.PLACE) if store.exists(cls.PLACE) else {}
-        fits = {**cls.header(), "key": key}.items() <= content.items()
+        fits = isinstance(content, dict) and {**cls.header(), "key": key}.items() <= content.items()
         return cls.of_json(content, store.name(cls.PLACE)) if fits else None
 
     def csv_tables(self) -> dict[str, Table]:
