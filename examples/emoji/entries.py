@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a sc
 from harness import new, run_command
 from harness import train as train_all
 
+from atoll.base.text import words_of
 from atoll.campaign.folder import Campaign
 from atoll.curate.vocabulary import nouns
-from atoll.data.cluster_map import words_of
 
 FRESH = (3, 4, 5)
 """Seeds that are reported. The single network's batch and rate were chosen on seed 0; the islands' rate was

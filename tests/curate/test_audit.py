@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from atoll.base.text import percent
+from atoll.base.text import percent, words_of
 from atoll.campaign.folder import Campaign
 from atoll.curate.counts import ConceptCounts, count, evenness, spread
 from atoll.curate.image_hits import FLOOR, linear, write_hits
 from atoll.curate.text_hits import COLUMN, Finder
 from atoll.curate.vocabulary import Vocabulary
-from atoll.data.cluster_map import telling, words_of
+from atoll.data.cluster_map import telling
 from atoll.encoders.vision import ClipEncoder, extractor
 from curate.conftest import Said
 from helpers import refused

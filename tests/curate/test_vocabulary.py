@@ -6,9 +6,9 @@ import random
 import pytest
 
 from atoll.base.errors import DataError
+from atoll.base.text import words_of
 from atoll.curate.text_hits import Finder
 from atoll.curate.vocabulary import LONGEST, Vocabulary, forms, lemmas, nouns
-from atoll.data.cluster_map import words_of
 
 
 def hits(concepts: list[str], caption: str, match: str = "phrase") -> list[str]:

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, written in one way everywhere."""
+"""Numbers as a person reads them, written in one way everywhere, and the words of a text."""
 
 import math
 import re
@@ -10,6 +10,17 @@ NONE = "–"
 """What stands where there is no number."""
 _SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+_SMALL_WORDS = (
+    "a about above after against along an and any are as at be before behind below between both but "
+    "by can could do does down during each either every for from had has have he her hers him his how "
+    "i if in into is it its me might mine must my neither no nor not of off on onto or our out over "
+    "per shall she should so some such than that the their them then there these they this those "
+    "through to toward under until up upon us was we were what when where which while who whom whose "
+    "why will with within without would yes you your"
+)
+NO_NOUNS = frozenset(_SMALL_WORDS.split())
+"""English words that the dictionary does not know as other kinds of words."""
 
 
 def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
@@ -113,3 +124,9 @@ def parse_size(text: str) -> Size:
     if match is None:
         raise ValueError(f"{text[:40]!r} is no size: write width x height in pixels, such as 336x192")
     return int(match[1]), int(match[2])
+
+
+def words_of(text: str) -> list[str]:
+    """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
+    words = WORD.findall(text.casefold())
+    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]

@@ -15,8 +15,8 @@ from scipy import stats
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.format import File
+from atoll.base.text import words_of
 from atoll.curate.image_hits import numeric, read_table
-from atoll.data.cluster_map import words_of
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]

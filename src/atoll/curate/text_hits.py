@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from atoll.base.errors import ConfigError
+from atoll.base.text import words_of
 from atoll.curate.vocabulary import Vocabulary
-from atoll.data.cluster_map import words_of
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.data.cluster_map import NO_NOUNS, words_of
+from atoll.base.text import NO_NOUNS, words_of
 
 Match = Literal["phrase", "words"]
 MOST_FORMS = 256

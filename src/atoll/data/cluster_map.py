@@ -1,11 +1,11 @@
 """How clusters lie: the inertia against random ones, a map of some rows, and the words that tell them."""
 
-import re
 from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.base.text import NO_NOUNS, words_of
 from atoll.data.cluster import Features, nearest_centroid, normalise
 from atoll.data.columns import Column, some_rows
 from atoll.data.dataset import DataSet
@@ -16,17 +16,6 @@ ROWS, POINTS, SHARDS = 65_536, 1500, 64
 WORDS, LEAST = 6, 5
 """Words of a cluster, and captions that such a word stands in."""
 I64 = NDArray[np.int64]
-WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
-_SMALL_WORDS = (
-    "a about above after against along an and any are as at be before behind below between both but "
-    "by can could do does down during each either every for from had has have he her hers him his how "
-    "i if in into is it its me might mine must my neither no nor not of off on onto or our out over "
-    "per shall she should so some such than that the their them then there these they this those "
-    "through to toward under until up upon us was we were what when where which while who whom whose "
-    "why will with within without would yes you your"
-)
-NO_NOUNS = frozenset(_SMALL_WORDS.split())
-"""English words that the dictionary does not know as other kinds of words."""
 
 
 def inertia_of(features: Column, train: I64, clusters: I64, centroids: Features, free: Features) -> Inertia:
@@ -111,12 +100,6 @@ def _means(values: Features, owners: I64, k: int) -> Features:
 
 def _mean_square(differences: Features) -> float:
     return float(np.square(differences).sum(1, dtype=np.float64).mean())
-
-
-def words_of(text: str) -> list[str]:
-    """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
-    words = WORD.findall(text.casefold())
-    return [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]
 
 
 def telling(table: I64, rows: I64, most: int = 5, least: int = 5) -> list[list[int]]:

@@ -89,7 +89,7 @@ class EvaluateConfig(Config):
     """Pictures at once; work is spread over processes by batches."""
     components: int | None = Field(default=None, ge=0)
     """Principal components of the reference that the Fréchet distance is taken in; 0 takes all dimensions.
-    By default all of Inception's, and of any other's 64, or half as many as there are pictures on a side."""
+    By default all of Inception's, and of any other's 64, or half as many as the smaller side has pictures."""
     kid_subsets: int = Field(default=100, ge=1)
     """Random subsets of KID."""
     kid_size: int = Field(default=1000, ge=2)
