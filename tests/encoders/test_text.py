@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.text import TextEncoder, text_encoder
+from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, prompt_length, text_encoder, text_encoder_of
 from helpers_export import WORDS, save_tokenizer, text_tower
 
 CAPTIONS = [
@@ -90,6 +90,35 @@ def test_the_network_decides_how_long_a_caption_may_be(clip: Path, t5: Path) -> 
     assert text_encoder(str(clip), 77).max_length == 9
     assert text_encoder(str(t5), 77).max_length == 77
     text_encoder(str(clip), 77).encode(["a red square " * 40])
+
+
+def test_a_prompt_may_be_as_long_as_the_network_takes(t5: Path, clip: Path) -> None:
+    for folder, longest in ((t5, 512), (clip, 9)):
+        trained = text_encoder(str(folder), 5)
+        prompts = text_encoder_of(trained.producer(), longest=LONGEST_PROMPT)
+        assert prompts.max_length == longest == prompt_length(prompts.network, 5)
+        short = trained.states(["a red"])["a red"]
+        assert torch.equal(prompts.states(["a red"])["a red"], short)  # to the bit
+        assert len(prompts.states(["a red square a red"])["a red square a red"]) > 5
+    assert prompt_length(text_encoder(str(t5)).network, 900) == 900
+
+
+def test_positions_of_roberta_begin_after_those_of_padding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=10,
+        pad_token_id=0,
+    )
+    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, start=True)
+    encoder = text_encoder(str(tmp_path))
+    assert encoder.max_length == 9
+    assert encoder.encode(["a red square " * 9])[0].shape == (1, 9, 16)
 
 
 @pytest.mark.parametrize("name", ["minilmm", "nowhere/t5", "./nowhere", "google/t5-v1_1-xxl", "a/b/c"])

@@ -173,13 +173,17 @@ def test_negative_prompts_lead_away(told: AtollPipeline) -> None:
         picture(told, **PROMPTS, negative_prompt=["green", "red"])
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_cut(told: AtollPipeline) -> None:
+def test_a_prompt_may_be_longer_than_a_training_caption(told: AtollPipeline) -> None:
+    """The training cut captions to 8 tokens; T5 takes 512, and what is longer is refused or cut."""
     short = "a red square bar one two green"
-    words = "has 11 tokens, 8 are taken: what begins with 'red square bar' would be lost: shorten it, or"
+    eleven = picture(told, prompt=[f"{short} red square bar"] * 4)
+    assert not torch.equal(eleven, picture(told, prompt=[short] * 4))
+    longest = " ".join([short] * 73)  # with its end, 512 tokens
+    words = "has 513 tokens, 512 are taken: what begins with 'bar' would be lost: shorten it, or"
     with pytest.raises(ConfigError, match=words):
-        told(f"{short} red square bar")
-    cut = picture(told, prompt=[f"{short} red square bar"] * 4, truncate_prompt=True)
-    assert torch.equal(cut, picture(told, prompt=[short] * 4))
+        told(f"{longest} bar")
+    cut = picture(told, prompt=[f"{longest} bar"] * 4, truncate_prompt=True)
+    assert torch.equal(cut, picture(told, prompt=[longest] * 4))
 
 
 def test_encoders_of_another_model_are_refused(texts: Path, saved: Path) -> None:

@@ -32,6 +32,11 @@ def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
     return f"The experts {start}train in isolation."
 
 
+def many(number: int, noun: str, nouns: str = "") -> str:
+    """`1 image`, `2,000 images`; `nouns` where the plural takes more than an s."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
 def count(value: float | None) -> str:
     """Thousands, millions, billions: `12.3 k`, `1.2 M`; `999`."""
     if value is None:

@@ -10,6 +10,7 @@ from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.pictures import grid, png
+from atoll.base.text import many
 from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import check_checkpoints
@@ -19,7 +20,7 @@ from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
-from atoll.data.encode import features_job, latents_job, text_job
+from atoll.data.encode import captions_of, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.partition import Partition
@@ -133,8 +134,18 @@ def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
     job = text_job(dataset, encoder, progress, config.precompute_text)
     if part is not None:
         return job.write_part(part)
-    each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
-    say(f"text: {len(dataset):,} rows of at most {job.run().max_length} tokens{each}")
+    each, longest = (
+        f" of {encoder.width}" if config.precompute_text else ", encoded in training",
+        job.run().max_length,
+    )
+    say(f"text: {many(len(dataset), 'row')} of at most {longest} tokens{each}")
+    if longest == encoder.max_length:  # else no caption can have been cut
+        shards = (captions_of(dataset, shard) for shard in range(len(dataset.shards)))
+        cut = sum(len(encoder.too_long([text for row in rows for text in row])) for rows in shards)
+        if cut:
+            say(
+                f"note: training sees the first {longest} tokens of {many(cut, 'caption')} (data.text_length)"
+            )
 
 
 def _progress(name: str, dataset: DataSet) -> Progress:

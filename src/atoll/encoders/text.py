@@ -13,6 +13,8 @@ from atoll.base.errors import ConfigError
 from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
+LONGEST_PROMPT = 512
+"""Tokens of a prompt, for encoders with no bound of their own, such as T5, or with a larger one."""
 
 
 @dataclass
@@ -63,20 +65,23 @@ class TextEncoder:
             states[rows, :length] = encoded.float().cpu()
         return states
 
-    def refuse_long(self, captions: Sequence[str], fix: str = "shorten it") -> None:
+    def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        """Those captions that would be cut, each with all of its tokens."""
+        tokens = self.tokenizer(list(captions), truncation=False, verbose=False)["input_ids"]
+        return {c: ids for c, ids in zip(captions, tokens, strict=True) if len(ids) > self.max_length}
+
+    def refuse_long(self, captions: Sequence[str], fix: str) -> None:
         """Refuse captions that would be cut, before anything is computed; names what would be lost."""
-        for caption in captions:
-            tokens = self.tokenizer(caption, truncation=False, verbose=False)["input_ids"]
-            if len(tokens) > self.max_length:
-                kept = self.tokenizer(caption, truncation=True, max_length=self.max_length)["input_ids"]
-                special = set(self.tokenizer.all_special_ids)
-                words = [token for token in tokens if token not in special]
-                cut = self.tokenizer.decode(words[sum(token not in special for token in kept) :])
-                raise ConfigError(
-                    f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
-                    f" what begins with {_short(cut)!r} would be lost",
-                    fix,
-                )
+        for caption, tokens in self.too_long(captions).items():
+            kept = self.tokenizer(caption, truncation=True, max_length=self.max_length)["input_ids"]
+            special = set(self.tokenizer.all_special_ids)
+            words = [token for token in tokens if token not in special]
+            cut = self.tokenizer.decode(words[sum(token not in special for token in kept) :])
+            raise ConfigError(
+                f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
+                f" what begins with {_short(cut)!r} would be lost",
+                fix,
+            )
 
     def states(self, captions: Iterable[str], batch: int = 128) -> dict[str, Tensor]:
         """Token states `(length, D)` of every distinct caption, float32."""
@@ -121,16 +126,24 @@ def text_encoder(
 def text_encoder_of(
     producer: Mapping[str, Any],
     device: str = "cpu",
-    max_length: int | None = None,
     places: tuple[str, str] | None = None,
+    longest: int = 0,
 ) -> TextEncoder:
-    """Load the text encoder that made a column, from its name or from `places`: its and its tokenizer's."""
+    """Load the text encoder that made a column, from its name or from `places`: its and its tokenizer's.
+
+    It cuts texts where that one did, or at `longest` tokens if that is more and the network takes them.
+    """
     name, tokenizer = places or (producer["name"], None)
-    encoder = text_encoder(name, max_length or producer["max_length"], device, tokenizer)
+    encoder = text_encoder(name, max(longest, producer["max_length"]), device, tokenizer)
     if encoder.producer()["hash"] != producer["hash"]:
         other = f"the text encoder {producer['name']!r} is not the one of the training"
         raise ConfigError(other, "install that one")
     return encoder
+
+
+def prompt_length(network: Any, trained: int) -> int:
+    """Most tokens of a prompt that a text tower takes; never fewer than `trained`, the captions' most."""
+    return _size(network.config, max(LONGEST_PROMPT, trained))[1]
 
 
 def knows_words(tokenizer: Any) -> bool:
@@ -185,6 +198,8 @@ def _size(config: Any, max_length: int) -> tuple[int, int]:
     config = getattr(config, "text_config", config)
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)
+    if config.model_type in ("mpnet", "roberta", "xlm-roberta"):  # positions begin after that of the padding
+        limit -= config.pad_token_id + 1
     return width, min(max_length, limit)
 
 

@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError
 from atoll.encoders.registry import check_known, licence_of, rounded_hashes, weights_hash
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
-from atoll.model.card import Card, text_length
+from atoll.model.card import Card
 from atoll.model.checkpoint import use_default_permissions
 
 Copied = Literal["auto", "copy", "name"]
@@ -38,7 +38,7 @@ def by_name(
     components: dict[str, Any] = {}
     if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
         check_known(card.text["name"], allowed)
-        encoder = text_encoder(card.text["name"], text_length(card))
+        encoder = text_encoder(card.text["name"])
         components = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
         check_known(card.latents["name"], allowed)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
-from atoll.encoders.text import TextEncoder
+from atoll.encoders.text import TextEncoder, prompt_length
 from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
 from atoll.export.call import Call, check_flow, checked_latents, set_times
 from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.model.bank import Bank
-from atoll.model.card import Card, text_length
+from atoll.model.card import Card
 from atoll.model.checkpoint import use_default_permissions
 from atoll.model.dispatch import Costs, Trace
 from atoll.model.expert import RouterModel
@@ -244,8 +244,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         networks = Bank(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
         encoder = vae = None
         if card.text is not None and self.text_encoder is not None:
-            width = card.shape.text_width
-            encoder = TextEncoder("", self.tokenizer, self.text_encoder, text_length(card), width, device)
+            tower, length = self.text_encoder, prompt_length(self.text_encoder, card.text["max_length"])
+            encoder = TextEncoder("", self.tokenizer, tower, length, card.shape.text_width, device)
         if not self._lacks_vae:
             by = card.latents
             constants = by["shift"], by["scale"], str(device)

@@ -28,7 +28,7 @@ from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
-from atoll.model.card import Card, text_length
+from atoll.model.card import Card
 from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
 from atoll.model.expert import WEIGHTS
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
@@ -209,7 +209,7 @@ def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) 
             # Without classes both branches of guidance would be the null one, at twice the cost.
             asked |= {"class_labels": [CLASSES], "guidance_scale": 1.0}
     elif card.family == "pixart":
-        asked = {"prompt": ["a prompt"], **asked, "max_sequence_length": text_length(card)}
+        asked = {"prompt": ["a prompt"], **asked, "max_sequence_length": card.shape.text_length}
         # Training saw captions uncleaned. Binning knows three latent sizes only, and raises for all others.
         asked |= {"clean_caption": False, "use_resolution_binning": False}
     elif card.family == "sd3":  # its own grid of times ends at 1/1000, so it is given another
@@ -247,7 +247,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
             pipe.transformer.set_attn_processor(getattr(import_module(module), name)())
         pipe.transformer.register_forward_pre_hook(stock.hide, with_kwargs=True)
         tokenizer, tower = (getattr(pipe, stock.components[name]) for name in ("tokenizer", "text_encoder"))
-        arguments |= encode(pipe, tokenizer, tower, texts, text_length(card))
+        arguments |= encode(pipe, tokenizer, tower, texts, card.shape.text_length)
     generators = [torch.Generator().manual_seed(seed) for seed in range(drawn)]
     with warnings.catch_warnings():
         # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
@@ -289,7 +289,7 @@ def _snippet(
             lines.append(f"pipe.transformer.set_attn_processor({stock.attention[1]}())")
         hook = f"pipe.transformer.register_forward_pre_hook({stock.hide.__name__}, with_kwargs=True)"
         encoders = f"pipe.{stock.components['tokenizer']}, pipe.{stock.components['text_encoder']}"
-        length = text_length(card)
+        length = card.shape.text_length
         lines += [hook, f'texts = encode(pipe, {encoders}, ["a prompt"], length={length})']
 
     # The call, and pictures from what it gives.

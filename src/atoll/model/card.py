@@ -93,12 +93,6 @@ class Card(File):
         return self.role if self.island is None else f"{self.role} {self.island}"
 
 
-def text_length(card: Card) -> int:
-    """Most tokens of a prompt: what the encoder was set to, and what the networks were trained on."""
-    assert card.text is not None
-    return min(int(card.text["max_length"]), card.shape.text_length)
-
-
 def check_together(cards: list[Card]) -> None:
     """Refuse parts of different partitions, latents, text encoders or conditions (`PartitionError`)."""
     # Parts that differ in one of these would sample all the same, and draw noise or other pictures.

@@ -20,10 +20,10 @@ from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_json
 from atoll.base.text import Size, parse_size
 from atoll.encoders.registry import check_known
-from atoll.encoders.text import TextEncoder, text_encoder_of
+from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
-from atoll.model.card import Card, text_length
+from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Costs, Networks, Trace
 from atoll.model.folder import (
@@ -190,7 +190,8 @@ class Model:
             places = str(self._folder.root / "text_encoder"), str(self._folder.root / "tokenizer")
         else:
             check_known(self.card.text["name"], self._allowed)
-        return text_encoder_of(self.card.text, str(self.device), text_length(self.card), places)
+        # What the training saw of captions bounds no prompt: its states are as long as it is.
+        return text_encoder_of(self.card.text, str(self.device), places, LONGEST_PROMPT)
 
     @cached_property
     def vae(self) -> Autoencoder:
@@ -244,7 +245,7 @@ class Model:
             null = Condition(labels=torch.tensor([classes]))  # the row after the last class
         else:
             if not cut:
-                self.encoder.refuse_long([*texts, *negatives])
+                self.encoder.refuse_long([*texts, *negatives], "shorten it")
             cond, null = self._encoded(texts, negatives)
         return Conditions.of_rows(cond, null, len(texts), texts, each)
 
