@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
-from atoll.campaign.budget import Budget, RunBudget, divide, flops_ratio
+from atoll.campaign.budget import Budget, RunBudget, divide, flops_ratio, too_small
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.settings import DataShape
@@ -152,6 +152,20 @@ def test_a_students_shares_and_network_are_its_own() -> None:
     teacher = wide[STUDENT].flops.train - wide[MONOLITH].flops.train
     own = [share.flops.forward for share in experts(wide)]
     assert teacher == pytest.approx(0.9 * own[0] + 0.1 * own[1])  # rows of each cluster in proportion
+
+
+def test_a_budget_that_is_too_small_is_told() -> None:
+    def warnings(samples: int, warmup: int) -> list[str]:
+        changes = {"partition": {"k": 2}, "budget": {"samples": samples}, "train": {"batch": 2}}
+        config = CampaignConfig.parse(merged(merged(SMALL, changes), {"train": {"warmup": warmup}}), "a test")
+        return too_small(config, divide(config, SHAPE, [97, 3]))
+
+    assert warnings(100_000, 400) == []
+    (cut,) = warnings(100_000, 1_000)
+    assert cut == "warm-up (train.warmup) is shortened to a fifth of the training in 1 of 4 runs"
+    brief, _, cost = warnings(2, 1_000)
+    assert brief == "under 100 steps (as few as 1) in 4 of 4 runs: raise budget.samples or lower partition.k"
+    assert "times the monolith's training: raise budget.samples" in cost
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,12 @@ def test_no_cluster_holds_more_than_its_largest_share() -> None:
     assert shares.max() <= 0.3 + 1e-9 and loss < 2e-3
 
 
+def test_no_cluster_holds_less_than_its_smallest_share() -> None:
+    free, _ = held(rows(400), np.ones(400), PartitionConfig(k=4, min_share=1e-9))
+    shares, loss = held(rows(400), np.ones(400), PartitionConfig(k=4, min_share=0.22))
+    assert free.min() < 0.2 and shares.min() >= 0.22 - 1e-9 and loss < 5e-3
+
+
 def test_one_giant_cluster_is_divided() -> None:
     draws = np.random.default_rng(0)
     features = normalise(np.eye(1, 8) * 5 + draws.normal(size=(3000, 8)) * 0.3)
@@ -191,6 +197,8 @@ def test_rows_that_are_alike_cannot_be_divided() -> None:
         ({"k": 2, "capacities": [1, 0]}, "not one positive number"),
         ({"k": 2, "capacities": "2:1"}, r"Input should be a list, such as \[2, 1\]"),
         ({"k": 4, "max_share": 0.2}, "does not hold all rows"),
+        ({"k": 4, "min_share": 0.3}, "min_share=0.3 is more than 4 clusters can each hold"),
+        ({"k": 4, "max_share": 0.4, "min_share": 0.5}, "min_share=0.5 is more than"),
         ({"method": "column"}, "column is for partition.method=column"),
         ({"column": "source"}, "column is for partition.method=column"),
     ],

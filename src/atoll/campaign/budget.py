@@ -4,12 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from atoll.base.text import many
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.train import WARMUP_SHARE
 from atoll.networks.cost import Flops, counts, mean
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig, check_sides
+
+FEW_STEPS = 100
+"""Under so many a network has hardly left its initial weights."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,21 @@ def flops_ratio(budget: Budget) -> float:
     for run, part in budget.items():
         spent[run.kind.counted] += part.train_flops
     return spent["ensemble"] / spent["baseline"]
+
+
+def too_small(config: CampaignConfig, budget: Budget) -> list[str]:
+    """What a small budget does to training; nothing where it is large enough."""
+    trained, warnings = {run: budget[run] for run in budget if run in runs_of(config)}, list[str]()
+    of, steps = f"of {many(len(trained), 'run')}", [part.steps for part in trained.values()]
+    if brief := sum(number < FEW_STEPS for number in steps):
+        few = f"under {FEW_STEPS} steps (as few as {min(steps)}) in {brief} {of}"
+        warnings.append(f"{few}: raise budget.samples or lower partition.k")
+    warmups = {run: config.training(*run).warmup for run in trained}
+    if cut := sum(warmups[run] > WARMUP_SHARE * part.steps * part.batch for run, part in trained.items()):
+        warnings.append(f"warm-up (train.warmup) is shortened to a fifth of the training in {cut} {of}")
+    if (cost := flops_ratio(budget)) > 1.1:  # no run has less than one step
+        warnings.append(f"the ensemble costs {cost:.1f} times the monolith's training: raise budget.samples")
+    return warnings
 
 
 def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float] = ()) -> Flops:

@@ -7,11 +7,12 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
-from atoll.base.text import shorten
-from atoll.campaign.budget import Budget, divide, flops_ratio
+from atoll.base.text import many, shorten
+from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, init_source, initial_network, initial_router
 from atoll.campaign.runs import Run, RunPlan, experts_of, made_by, runs_of, training_columns, wanted_columns
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
@@ -73,7 +74,7 @@ def make_islands(campaign: Campaign) -> Partition:
     overview = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
     store.put_json(ClusterMap.PLACE, overview.to_json())
     partitions.save(partition, store, dataset)
-    _say_partition(partition, budget, config.budget.compute == "equal")
+    _say_partition(partition, budget, config)
     return partition
 
 
@@ -175,24 +176,23 @@ def write_clusters(whole: DataSet, parts: list[DataSet], partition: Partition) -
     whole.write_values("clusters", {"name": "partition", "hash": partition.hash}, numbers)
 
 
-def _say_partition(partition: Partition, budget: Budget, equal: bool) -> None:
+def _say_partition(partition: Partition, budget: Budget, config: CampaignConfig) -> None:
     about, total, weight = partition.about, sum(partition.sizes), sum(partition.masses)
     say(f"partition {partition.hash[:12]}: {partition.k} clusters of {total:,} training rows")
     for number, run in enumerate(experts_of(partition.k)):
-        size = partition.sizes[number]
+        size, own = partition.sizes[number], budget[run]
         part = f", {partition.masses[number] / weight:6.1%} of the weight" if about.masses else ""
         of = f", {about.column or 'label'} {shorten(about.values[number])}" if about.values else ""
-        steps = f"{budget[run].steps:,} steps of {budget[run].batch}"
+        steps = f"{many(own.steps, 'step')} of {own.batch}"
         say(f"  cluster {number}: {size:6,} rows {size / total:6.1%}{part}, {steps}{of}")
-    if about.masses and not equal:
+    if about.masses and config.budget.compute != "equal":
         say("  an expert's steps follow the weights of its rows, not how many they are (data.weighted)")
     batches = [budget[run].batch for run in experts_of(partition.k)]
     for bucket, rows in about.buckets.items():
         say(f"  {bucket}: {shorten([f'{number:,.0f}' for number in rows], 16)} rows by cluster")
         if short := [str(n) for n, number in enumerate(rows) if 0 < number < batches[n]]:
-            clusters = shorten(short)
-            say(f"  warning: fewer of it than a step in cluster {clusters}: they wait until they fill one")
-    for warning in about.warnings:
+            say(f"  warning: clusters whose rows of it wait until they fill a step: {shorten(short)}")
+    for warning in (*about.warnings, *too_small(config, budget)):
         say(f"  warning: {warning}")
     if (inertia := about.inertia) is not None:
         cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""

@@ -21,7 +21,7 @@ from atoll.base.errors import ConfigError, nearest
 from atoll.base.safe_parse import expanded, read_yaml
 from atoll.base.table import Column, Table, text
 from atoll.base.text import round_sig, sharing_sentence, size
-from atoll.campaign.budget import RunBudget, divide, router_arguments
+from atoll.campaign.budget import RunBudget, divide, router_arguments, too_small
 from atoll.campaign.data_spec import DataSpec, row_bytes, token_bytes
 from atoll.campaign.roles import BASELINE, RUNS
 from atoll.campaign.runs import Run, runs_of
@@ -290,7 +290,7 @@ def make_plan(
     experts = [cost for cost in parts if cost.run.expert is not None]
     trained = runs_of(config)
 
-    notes = [*data.notes, "utilisation and price are examples: --table FILE puts in what you measure and pay"]
+    notes = [*data.notes, *too_small(config, budget), "utilisation and price are examples: see --table"]
     notes += [
         f"{cost.run.name} uses {cost.gpus} of the {gpus} GPUs: its batch is {cost.budget.batch} samples"
         for cost in parts

@@ -36,7 +36,7 @@ class ShareBounds:
     @classmethod
     def of(cls, config: PartitionConfig) -> "ShareBounds | None":
         """What the settings ask for; None where they ask for nothing."""
-        if config.capacities is None and config.max_share is None:
+        if config.capacities is None and config.max_share is None and not config.min_share:
             return None
         low, high = np.zeros(config.k), np.ones(config.k)
         if config.capacities is not None:
@@ -44,7 +44,7 @@ class ShareBounds:
             low, high = wanted * (1 - config.tolerance), wanted * (1 + config.tolerance)
         if config.max_share is not None:
             high = np.minimum(high, config.max_share)
-        return cls(low, high)
+        return cls(np.maximum(low, config.min_share), high)
 
     @classmethod
     def none(cls, k: int) -> "ShareBounds":
@@ -62,7 +62,7 @@ class ShareBounds:
             asked = f"{self.low[worst]:.2%} to {self.high[worst]:.2%}"
             raise PartitionError(
                 f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}, since {why}",
-                "raise partition.tolerance or partition.max_share, or change partition.capacities",
+                "raise partition.tolerance or max_share, or lower min_share or change capacities",
             )
 
 

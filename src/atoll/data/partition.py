@@ -16,7 +16,7 @@ from atoll.base.errors import DataError, PartitionError, nearest
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import grid, png
 from atoll.base.rng import generator, seed_of
-from atoll.base.text import shorten
+from atoll.base.text import many, shorten
 from atoll.data import cluster
 from atoll.data.balance import ShareBounds, balanced
 from atoll.data.cluster_map import inertia_of
@@ -169,7 +169,7 @@ def make(
     warnings = imbalances(sizes, config.capacities)
     if (heldout == 0).any() and heldout.any():
         names = shorten([*map(str, np.flatnonzero(heldout == 0))])
-        warnings.append(f"cluster {names} has no held-out rows: no validation loss tells how its expert does")
+        warnings.append(f"clusters without held-out rows, so without a validation loss: {names}")
     if several := [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]:
         warnings.append(f"clusters hold several values each: {shorten(several)}")
     about = PartitionFile(
@@ -239,9 +239,12 @@ def imbalances(sizes: list[int], capacities: Sequence[float] | None = None) -> l
     # Of two clusters, one with more than 40 % is no catch-all.
     for number, size in enumerate(sizes if capacities is None else ()):
         if len(sizes) > 2 and size > CATCH_ALL * total:
-            warnings.append(f"cluster {number} holds {size / total:.0%} of the rows: a catch-all")
+            fix = "lower partition.max_share, or try another partition.encoder or k"
+            warnings.append(f"cluster {number} holds {size / total:.0%} of the rows, a catch-all: {fix}")
         if size * len(sizes) * 10 < total:
-            warnings.append(f"cluster {number} holds only {size} rows: under a tenth of an even share")
+            fix = f"set partition.min_share={0.5 / len(sizes):.2g}, or lower partition.k"
+            few = f"{many(size, 'row')}, under a tenth of an even share"
+            warnings.append(f"cluster {number} holds only {few}: {fix}")
     return warnings
 
 

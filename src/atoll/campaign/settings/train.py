@@ -11,6 +11,8 @@ from atoll.model.generation import Residency
 from atoll.model.routing import Routing, RoutingField
 from atoll.store.lease import LeaseConfig
 
+WARMUP_SHARE = 0.2
+"""Most of a run that warm-up takes, so that a small budget reaches the peak rate."""
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -55,7 +57,7 @@ class TrainConfig(Config):
     lr_floor: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the peak that `cosine` ends at."""
     warmup: int = Field(default=0, ge=0)
-    """Samples over which the learning rate rises from 0."""
+    """Samples over which the learning rate rises from 0; at most a fifth of the run."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's moment decays."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -96,10 +98,11 @@ class TrainConfig(Config):
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
         # In samples and not in steps: another batch must not change the shape.
-        warm = min(1.0, samples / self.warmup) if self.warmup else 1.0
+        warmup = min(self.warmup, WARMUP_SHARE * total)
+        warm = min(1.0, samples / warmup) if warmup else 1.0
         if self.lr_schedule == "constant":
             return self.lr * warm
-        part = min(1.0, max(0.0, (samples - self.warmup) / max(1, total - self.warmup)))
+        part = min(1.0, max(0.0, (samples - warmup) / max(1, total - warmup)))
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
