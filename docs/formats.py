@@ -1,10 +1,11 @@
-"""Write the generated part of docs/formats.md from the types of the files that Atoll writes.
+"""Write the generated parts of docs/formats.md and docs/reference/settings.md from the types in the code.
 
-python docs/formats.py           write it
-python docs/formats.py --check   exit 1 unless it is what the page holds
+python docs/formats.py           write them
+python docs/formats.py --check   exit 1 unless they are what the pages hold
 """
 
 import importlib
+import json
 import re
 import sys
 from collections import Counter
@@ -14,12 +15,15 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 import atoll
+from atoll.base.config import Config
 from atoll.base.format import File
+from atoll.campaign.settings.campaign import CampaignConfig
 
 SOURCE = Path(atoll.__file__).parent
-PAGE = Path(__file__).with_name("formats.md")
+DOCS = Path(__file__).parent
 BEGIN = "<!-- From here on by docs/formats.py, from the docstrings of the types: change them there. -->"
 END = "<!-- Until here. -->"
 
@@ -29,14 +33,59 @@ def main(argv: list[str]) -> int:
     for path in sorted(SOURCE.rglob("*.py")):
         if re.search(r"^    FORMAT\b", path.read_text(), re.MULTILINE):
             importlib.import_module(".".join(("atoll", *path.relative_to(SOURCE).with_suffix("").parts)))
-    page = PAGE.read_text()
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    new = f"{before}{BEGIN}\n\n{document(list(_formats(File)))}\n\n{END}{after}"
+    generated = {
+        "formats.md": document(list(_formats(File))),
+        "reference/settings.md": settings(CampaignConfig),
+    }
+    stale = []
+    for name, text in generated.items():
+        page = (DOCS / name).read_text()
+        new = f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
+        stale += [name] * (new != page)
+        if argv != ["--check"]:
+            (DOCS / name).write_text(new)
     if argv == ["--check"]:
-        print("docs/formats.md is as generated" if new == page else "run: python docs/formats.py")
-        return int(new != page)
-    PAGE.write_text(new)
+        print(f"run: python docs/formats.py, for {stale}" if stale else "the pages are as generated")
+        return int(bool(stale))
     return 0
+
+
+def settings(root: type[Config]) -> str:
+    """Describe settings as Markdown: a section for each top-level key, a row for each path of `--set`."""
+    sections: dict[str, list[str]] = {}
+    for path, default, meaning in _settings(root, None, "", {}):
+        row = f"| `{path}` | {default} | {_sentence(meaning)} |"
+        sections.setdefault(path.partition(".")[0], []).append(row)
+    head = "| setting | default | meaning |\n| --- | --- | --- |"
+    return "\n\n".join("\n".join([f"## {name}\n", head, *rows]) for name, rows in sections.items())
+
+
+def _settings(
+    group: type[Config], held: Config | None, before: str, seen: dict[type[Config], str]
+) -> Iterator[tuple[str, str, str]]:
+    """Path, default and meaning of every setting of a group and of the groups in it.
+
+    What a group has in common with one that was described before is not described again.
+    """
+    bases = [kind for kind in group.__mro__ if issubclass(kind, Config) and kind is not Config]
+    known = next((kind for kind in bases if kind in seen), None)
+    if known is not None:
+        yield f"{before}*", "", f"Settings as in `{seen[known]}`."
+    for kind in bases:
+        seen.setdefault(kind, before.rstrip("."))
+    for name, field in group.model_fields.items():
+        if known is not None and name in known.model_fields:
+            continue
+        path, kinds = before + name, (field.annotation, *get_args(field.annotation))
+        value = field.get_default(call_default_factory=True) if held is None else getattr(held, name)
+        plain = value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, Config) else value
+        default = "required" if plain is PydanticUndefined else f"`{json.dumps(plain, default=list)}`"
+        yield path, "" if plain == {} else default, field.description or ""
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
+        if inner is not None:
+            keyed = any(get_origin(kind) is dict for kind in kinds)
+            below = value if isinstance(value, inner) else None
+            yield from _settings(inner, below, f"{path}.NAME." if keyed else f"{path}.", seen)
 
 
 def document(formats: list[type[File]]) -> str:

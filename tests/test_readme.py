@@ -1,9 +1,11 @@
 """What README and docs say can be typed can be typed, and their links lead somewhere."""
 
 import re
+from typing import Any
 
 import click
 import pytest
+import yaml
 
 from atoll.cli.main import atoll
 from helpers import ROOT
@@ -48,3 +50,29 @@ def test_readme_links_lead_somewhere() -> None:
     assert len(targets) > 5
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+def test_whoever_cites_cites_the_same() -> None:
+    """README and model cards take their BibTeX from one file, whose facts are those of CITATION.cff."""
+    text = (ROOT / "src/atoll/model/templates/citation.bib").read_text()
+    facts = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    paper, software = text.strip().split("\n\n")
+    assert paper in (ROOT / "README.md").read_text()
+
+    def fields(entry: str) -> dict[str, str]:
+        return {key: value.strip(" {}") for key, value in re.findall(r"^  (\w+) *= \{(.*)\},?$", entry, re.M)}
+
+    cited: dict[str, Any] = facts["preferred-citation"]
+    authors = " and ".join(f"{by['family-names']}, {by['given-names']}" for by in cited["authors"])
+    assert fields(paper) == {
+        "title": cited["title"],
+        "author": authors,
+        "booktitle": cited["collection-title"],
+        "year": str(cited["year"]),
+        "url": cited["url"],
+    }
+    assert fields(software) == {
+        "title": facts["title"],
+        "author": facts["authors"][0]["name"],
+        **{key: str(facts[key]) for key in ("version", "license")},
+    }

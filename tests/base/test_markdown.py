@@ -5,7 +5,7 @@ import ast
 import pytest
 import yaml
 
-from atoll.base.markdown import Markdown, code, escape, metadata, quoted, table
+from atoll.base.markdown import Markdown, code, escape, licence, quoted
 
 HOSTILE = [
     "<script>",
@@ -28,14 +28,9 @@ def test_a_value_is_one_line_that_marks_nothing_up(value: str):
         assert line.count(sign) == line.count("\\" + sign)
     assert "`" not in code(value)[1:-1] and code(value)[0] == code(value)[-1] == "`"
     assert ast.literal_eval(quoted(value)) == value
-    assert yaml.safe_load(f"licence: {metadata(value)}\n") == {"licence": value}
+    assert list(yaml.safe_load(licence(value))) == ["license", "license_name"]
 
 
 def test_plain_words_stay_as_they_are():
-    assert escape("DejaVu, 3.5 M") == "DejaVu, 3.5 M" and metadata("cc-by-4.0") == "cc-by-4.0"
+    assert escape("DejaVu, 3.5 M") == "DejaVu, 3.5 M" and licence("CC BY 4.0") == "license: cc-by-4.0"
     assert escape(Markdown("**bold**")) == "**bold**"
-
-
-def test_a_cell_cannot_leave_its_table():
-    lines = table([["a | b", "c\nd"]], ["x", "y"]).splitlines()
-    assert lines == ["| x | y |", "| --- | --- |", "| a \\| b | c d |"]

@@ -3,8 +3,6 @@
 import base64
 import hashlib
 import json
-import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,12 +11,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Files of one repository, in memory, and the names of those that were asked for."""
+    """Files of one repository, in memory, and the names of those that were asked for.
+
+    `refuse` gives paths of requests and the status they are answered with.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
+        self.created: list[dict[str, Any]] = []
+        self.refuse: dict[str, int] = {}
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -42,8 +45,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
+    def refused(self) -> bool:
+        status = next((code for part, code in self.server.refuse.items() if part in self.path), None)
+        if status is not None:
+            self.answer({"error": "you may not do that"}, status)
+        return status is not None
+
     def do_GET(self) -> None:
         path, files = self.path.partition("?")[0], self.server.files
+        if self.refused():
+            return None
+        if path.endswith("/whoami-v2"):
+            return self.answer({"name": "me", "type": "user"})
         if "/resolve/" in path:
             name = path.split("/resolve/")[1].partition("/")[2]
             if name not in files:
@@ -64,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.refused():
+            return
         answer: dict[str, Any] = {"success": True}
         if "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
@@ -74,38 +89,14 @@ class Handler(BaseHTTPRequestHandler):
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+                elif entry["key"] == "deletedFile":
+                    del self.server.files[entry["value"]["path"]]
             answer |= {"commitOid": COMMIT, "commitUrl": f"{self.server.url}/me/model/commit/{COMMIT}"}
         elif self.path.endswith("/repos/create"):
+            self.server.created.append(json.loads(body))
             answer = {"url": f"{self.server.url}/me/model", "name": "me/model", "id": "1"}
         self.answer(answer)
 
 
 def tag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
-
-
-def main() -> None:
-    """Push a folder, fetch some of it, and say as JSON what went over the wire. Arguments: folder, cache."""
-    hub = Hub()
-    # Before the first import of the hub's client, which reads its address once.
-    os.environ.update(HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0", HF_HOME=sys.argv[2], HF_TOKEN="hf_none")
-    import torch
-
-    from atoll.export.pipeline import AtollPipeline
-
-    AtollPipeline.from_pretrained(sys.argv[1]).push_to_hub("me/model")
-    said: dict[str, Any] = {"pushed": sorted(hub.files)}
-    some = AtollPipeline.from_pretrained("me/model", experts=[1])
-    said |= {"some": some.experts.present, "first": sorted(hub.fetched)}
-    hub.fetched = []
-    whole = AtollPipeline.from_pretrained("me/model")
-    said["second"] = sorted(hub.fetched)
-    hub.shutdown()
-    cached = AtollPipeline.from_pretrained("me/model", local_files_only=True)
-    call = {"class_labels": [0, 1], "output_type": "latent"}
-    pictures = [p(generator=torch.Generator().manual_seed(0), **call).images for p in (whole, cached)]
-    print(json.dumps({**said, "same": bool(torch.equal(*pictures))}))
-
-
-if __name__ == "__main__":
-    main()

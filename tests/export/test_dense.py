@@ -257,7 +257,14 @@ def test_the_readme_tells_what_it_is(texts: Path, tmp_path: Path, capsys: pytest
     answer = command(capsys, *argv)
     assert answer.code == 0 and "PixArtAlphaPipeline" in answer.out, answer
     text = (to / "README.md").read_text()
-    for word in ("license: MIT", "distilled from the 1 experts", "T5EncoderModel", "lower case", "0" * 64):
+    for word in (
+        "library_name: atoll",
+        "license: mit",
+        "distilled from the 1 experts",
+        "T5EncoderModel",
+        "lower case",
+        "0" * 64,
+    ):
         assert word in text, word
     assert command(capsys, *argv).code == 0  # over an earlier one
     whole = ["export", texts, "--to", to]

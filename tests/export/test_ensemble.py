@@ -50,7 +50,7 @@ def test_the_assembled_folder_is_a_pipeline(trained: Path) -> None:
         assert torch.equal(drawn[-1], batch.latents)
     assert not torch.equal(*drawn)
     text = (trained / "ensemble/README.md").read_text()
-    assert text.startswith("---\nlibrary_name: diffusers\n") and str(trained.parent) not in text
+    assert text.startswith("---\nlibrary_name: atoll\n") and str(trained.parent) not in text
     cut = Store.open(trained).get_json("partition/partition.json")
     words = ["# letters", "| source | glyphs |", "DejaVu", "Not evaluated.", "training FLOPs"]
     for word in (*words, cut["hash"], ", ".join(map(str, cut["sizes"]))):

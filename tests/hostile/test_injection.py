@@ -37,8 +37,9 @@ def test_a_model_card_shows_words_and_obeys_none() -> None:
     parts = [card(role=role, condition="text", shape=vars(shape)) for role in ("router", "expert")]
     text = model_card(parts[0], {0: parts[1]}, 1, facts, call, True, NAME)
     _, head, body = text.split("---\n", 2)
-    assert yaml.safe_load(head)["license"] == LICENCE and "pipeline_tag" in yaml.safe_load(head)
-    assert yaml.safe_load(head)["pipeline_tag"] == "text-to-image"
+    facts = yaml.safe_load(head)
+    assert facts["license"] == "other" and facts["license_name"] == "mit-pipeline-tag-evil-owned"
+    assert facts["pipeline_tag"] == "text-to-image"
     assert body.count("\n## Licences\n") == 1 and "\n# owned" not in body
     assert "<script" not in body and not re.search(r"(?<!\\)\]\(javascript", body)
     (snippet,) = re.findall(r"```python\n(.*?)```", body, re.S)

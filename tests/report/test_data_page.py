@@ -4,13 +4,21 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
+import yaml
 from PIL import Image
 
 from atoll.data.contents import Histogram
 from atoll.report.data_page import bars
 from helpers import command, refused
 
+SETS = (
+    "--set=partition.method=random",
+    "--set=partition.k=2",
+    "--set=condition=none",
+    "--set=network.family=dit",
+)
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
 
@@ -52,6 +60,30 @@ def test_a_page_shows_rows_rejects_and_duplicates(campaign: Path, capsys: pytest
     rejects = text[text.index('id="rejects"') : text.index('id="duplicates"')]
     assert rejects.count("<img") == 1 and rejects.count(">none<") == 1 and "03.png" in rejects
     assert text.count("<img") > 20
+
+
+def test_a_card_is_what_a_hub_and_its_client_read(
+    campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its metadata name licence, size and files; below stands what was cleaned and cut."""
+    for argv in (["data", "dedupe"], ["data", "encode"], ["partition"]):
+        assert command(capsys, *argv, campaign, *SETS).code == 0
+    shown = command(capsys, "data", "show", campaign, "--card")
+    assert shown.out.splitlines()[-1] == f"wrote {campaign}/data/README.md"
+    text = (campaign / "data/README.md").read_text()
+    head, body = yaml.safe_load(text.split("---\n")[1]), text.split("---\n", 2)[2]
+    assert head["license"] == "unknown" and head["size_categories"] == ["n<1K"]
+    for words in (
+        "1 left out: unreadable",
+        "1 left out: empty caption",
+        "duplicates of other rows have weight 0",
+        "| 1 | ",
+    ):
+        assert words in body, words
+    assert "<script" not in text and "\x1b" not in text
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = datasets.load_dataset(str(campaign / "data"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(rows) == 20 and rows[1]["png"].size and rows[1]["txt"] == "a plate"
 
 
 def test_damage_is_told_on_the_page(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,19 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
+from atoll.base.text import count
+
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
-_PLAIN = re.compile(r"[A-Za-z][\w.+-]*")
+HUB_LICENCE = re.compile(
+    r"mit|unlicense|unknown|apache-2\.0|mpl-2\.0|afl-3\.0|(a|l)?gpl-3\.0|gpl-2\.0|bsd(-[23]-clause)?|cc0-1\.0|pddl"
+    r"|cc-by(-nc|-nc-sa)?-[234]\.0|cc-by-sa-[34]\.0|cc-by(-nc)?-nd-4\.0|odbl|odc-by|ofl-1\.1|cdla-permissive-2\.0"
+    r"|openrail(\+\+)?|creativeml-openrail-m"
+)
+"""Names of licences that the hub knows; it refuses a card that has any other one."""
 
 
 class Markdown(str):
@@ -37,15 +43,12 @@ def quoted(value: Any) -> Markdown:
     return Markdown(json.dumps(value))
 
 
-def metadata(value: Any) -> Markdown:
-    """A value of a line of YAML: a plain word as it is, all else quoted."""
-    return Markdown(value) if _PLAIN.fullmatch(str(value)) else quoted(str(value))
-
-
-def table(rows: Sequence[Sequence[Any]], titles: Sequence[str]) -> Markdown:
-    """A table of Markdown, its cells escaped."""
-    lines = [titles, [Markdown("---")] * len(titles), *rows]
-    return Markdown("\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines))
+def licence(value: Any) -> Markdown:
+    """A licence in the hub's metadata: one that the hub knows, or `other` with this name."""
+    name = re.sub(r"[^a-z0-9.+]+", "-", str(value or "unknown").lower()).strip("-")
+    return Markdown(
+        f"license: {name}" if HUB_LICENCE.fullmatch(name) else f"license: other\nlicense_name: {name}"
+    )
 
 
 def render(template: str, *packages: str, **values: Any) -> str:
@@ -58,6 +61,6 @@ def render(template: str, *packages: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"code": code, "metadata": metadata, "quoted": quoted, "table": table}
+    environment.filters |= {"code": code, "licence": licence, "quoted": quoted, "short": count}
     environment.filters["markdown"] = Markdown
     return environment.get_template(template).render(**values)

@@ -40,7 +40,10 @@ def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
 @data.command()
 @CAMPAIGN
 @click.option("--page", type=LOCAL, help="HTML file to write, with pictures; it needs nothing else.")
-def show(campaign: str, page: Path | None) -> None:
+@click.option(
+    "--card", is_flag=True, help="Write README.md into the data set, as the Hugging Face hub shows it."
+)
+def show(campaign: str, page: Path | None, card: bool) -> None:
     """What the data set holds: sizes, captions, licences, splits, rejects, duplicates, columns."""
     from atoll.base.console import Progress
     from atoll.data.contents import contents, lines
@@ -54,6 +57,10 @@ def show(campaign: str, page: Path | None) -> None:
 
         write_data_page(opened, summary, page)
         say(f"wrote {page}")
+    if card:
+        from atoll.report.data_page import write_data_card
+
+        say(f"wrote {write_data_card(opened, summary)}")
 
 
 @data.command()

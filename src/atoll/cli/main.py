@@ -342,14 +342,22 @@ def report(campaign: str) -> None:
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 @click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
-def export(campaign: str, to: Path, experts: str | None, **options: Any) -> None:
+@click.option("--push", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub as well.")
+@click.option("--private", is_flag=True, help="With --push: make a new repository private, not public.")
+def export(campaign: str, to: Path, experts: str | None, private: bool, **options: Any) -> None:
     """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
     from atoll.export.ensemble import ExportRequest, export_campaign
+    from atoll.export.push import check_account, push_folder
     from atoll.export.stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts, "--experts")
     request = ExportRequest(to, numbers, **options)
-    (export_campaign if request.model == "ensemble" else export_stock)(open_campaign(campaign), request)
+    if request.push:
+        check_account(request.push)
+    write = export_campaign if request.model == "ensemble" else export_stock
+    root = write(open_campaign(campaign), request)
+    if request.push:
+        say(f"pushed to {push_folder(root, request.push, private or None).repo_url}")
 
 
 @atoll.group()

@@ -36,6 +36,7 @@ class ExportRequest:
         licence: of the weights, for the model card.
         key: private key that signs the folder.
         model: `ensemble`; the others go as stock pipelines (`stock.export_stock`).
+        push: name on the hub under which the card's program loads the folder; see `push_folder`.
     """
 
     to: Path
@@ -45,6 +46,12 @@ class ExportRequest:
     licence: str | None = None
     model: str = "ensemble"
     key: Path | None = None
+    push: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the card's program calls the folder."""
+        return self.push or self.to.resolve().name
 
 
 def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
@@ -81,13 +88,13 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     components = copy_encoders(root, router, request.encoders, networks, {})
     sampling = campaign.config.sampling
     writer.describe({**components, "scheduler": writer.scheduler(sampling)}, defaults(sampling))
-    writer.finish(facts, name=root.name)
+    writer.finish(facts, name=request.name)
     # What was written is read as a stranger would, before anything is said of it.
     inspect_folder(root, "auto")
     if request.picture:
         picture, facts["picture"] = _picture(campaign, root)
         # Once more: the model card shows the picture, and only a finished folder can be sampled.
-        writer.finish(facts, picture, root.name)
+        writer.finish(facts, picture, request.name)
     if request.key is not None:
         sign(folder, MANIFEST, request.key)
     say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")

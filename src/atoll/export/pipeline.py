@@ -21,6 +21,7 @@ from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
 from atoll.export.call import Call, check_flow, checked_latents, set_times
 from atoll.export.encoders import by_name, cast, check_encoders
+from atoll.export.push import push_folder
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import use_default_permissions
@@ -389,21 +390,12 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         parts = parts_of(writer.experts, router_card, writer.pretrain)
         if parts != self._told_of:  # it was measured, and drew, with other parts
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
-        writer.finish(about, picture)
+        writer.finish(about, picture, kwargs.get("repo_id", "FOLDER"))
         if push_to_hub:
-            _upload(root, kwargs.pop("repo_id", root.name), **kwargs)
+            push_folder(root, kwargs.pop("repo_id", root.name), **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Save and push to OWNER/NAME of the hub; takes `commit_message`, `private`, `token`, `create_pr`."""
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return _upload(Path(folder), repo_id, **kwargs)
-
-
-def _upload(folder: Path, repo_id: str, private: bool | None = None, **kwargs: Any) -> Any:
-    from huggingface_hub import create_repo, upload_folder
-
-    # The hub puts the user's name before a bare one.
-    name = create_repo(repo_id, private=private, token=kwargs.get("token"), exist_ok=True).repo_id
-    how = {"commit_message": "Upload AtollPipeline", **kwargs}
-    return upload_folder(repo_id=name, folder_path=folder, **how)
+            self.save_pretrained(folder, repo_id=repo_id)
+            return push_folder(Path(folder), repo_id, **kwargs)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
-from atoll.base.markdown import code, render
+from atoll.base.markdown import render
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
 from atoll.campaign.card_facts import model_card_facts, prompts
@@ -47,14 +47,15 @@ DPM = {
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 WITHOUT_VAE = 8
 """Factor between pictures and latents that diffusers' pipelines assume where there is no VAE."""
+PIXART = (32, 64, 128)
 DPM_REMARK = (
-    "`DPMSolverMultistepScheduler` takes the place of a flow-matching scheduler, which this pipeline does not"
-    " run; its step is Euler's. It rounds times to thousandths."
+    "The scheduler is `DPMSolverMultistepScheduler`, because this pipeline does not run flow-matching ones."
+    " Its step is Euler's, and it rounds times to thousandths."
 )
 PADDING_REMARK = (
-    "Padding is hidden from the network, as in training; the pipeline by itself would show it. `encode` makes"
-    " it zeros, and the hook tells the attention so. The vector of a whole text, which the pipeline wants"
-    " too, is zeros, as in training. Prompts that are too long are cut without an error."
+    "Training hid padding from the network, and the pipeline alone would show it. So `encode` sets padding to"
+    " zero, and the hook masks it in the attention. The pooled text vector is zero, as in training. Prompts"
+    " that are too long are cut without an error."
 )
 
 
@@ -171,18 +172,24 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given))
     facts = model_card_facts(campaign, {request.model: card.weights_sha256})
     facts |= {"licence": request.licence} if request.licence else {}
+    student = card.provenance.get("student", {})
+    # The hub shows a program that gives a pipeline of diffusers its name and a prompt. PixArt's alone runs on
+    # that, and only for latents of these sizes.
+    alone = card.family == "pixart" and vae is not None and not outside and config["sample_size"] in PIXART
     text = render(
         "stock.md",
         "atoll.export",
         "atoll.model",
         **shared_facts(card, facts, request.picture),
         parameters=count(card.parameters),
-        experts=sum(part != "router" for part in card.provenance.get("student", {}).get("teachers", {})),
+        student=student,
+        init=card.provenance.get("init", {}),
+        experts=sum(part != "router" for part in student.get("teachers", {})),
         stock=stock,
         without_vae=WITHOUT_VAE,
         outside=outside,
-        snippet=_snippet(stock, card, outside, _factor(vae), defaults(sampling), root.name),
-        training=_training(card, facts),
+        alone=alone,
+        snippet=_snippet(stock, card, outside, _factor(vae), defaults(sampling), request.name),
     )
     (root / README).write_text(text)
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
@@ -316,27 +323,6 @@ def _quoted(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _training(card: Card, about: Mapping[str, Any]) -> list[list[Any]]:
-    student, init = card.provenance.get("student", {}), card.provenance.get("init", {})
-    rows: list[list[Any]] = [
-        ["training rows", f"{card.rows:,}"],
-        ["samples seen", f"{card.samples:,} in batches of {card.batch}"],
-        ["training FLOPs" + (", teachers' included" if student else ""), f"{card.train_flops:.3g}"],
-    ]
-    if student and about.get("monolith_flops"):
-        rows.append(["of the monolith's FLOPs", f"{card.train_flops / float(about['monolith_flops']):.3f}"])
-    if student:
-        by_cluster = student["teacher"] == "cluster"
-        teacher = "the expert of the sample's cluster" if by_cluster else f"experts, {student['routing']}"
-        rows.append(["teacher", teacher])
-        if student.get("data_weight"):
-            rows.append(["weight of the data's loss", f"{student['data_weight']:g}"])
-        rows += [[f"teacher {name}", code(digest)] for name, digest in student["teachers"].items()]
-    rows.append(["started from", init.get("start") or init.get("kind", "scratch")])
-    rows.append(["weights before conversion", code(card.weights_sha256)])
-    return rows
-
-
 # What a pipeline of SD3 or Flux needs from outside. README.md of an export prints these functions, so they
 # know nothing of Atoll: torch is all that they use.
 
@@ -391,7 +377,7 @@ STOCK: dict[str, Stock] = {
         LIMITS["pixart"],
         DPM,
         _named(),
-        (DPM_REMARK, "The pipeline turns prompts into lower case, and cuts them without an error."),
+        (DPM_REMARK, "The pipeline turns prompts into lower case, and cuts long ones without an error."),
     ),
     "dit": Stock(LIMITS["dit"], DPM, {"vae": "vae"}, (DPM_REMARK,)),
     "sd3": Stock(
@@ -400,9 +386,8 @@ STOCK: dict[str, Stock] = {
         _named("_3"),
         (
             PADDING_REMARK,
-            "`sigmas` are the times of Euler's steps: the grid of `num_inference_steps` ends at 1/1000.",
-            "The attention of this network takes a mask and forgets it; that of HunyuanVideo computes the"
-            " same with one.",
+            "Pass `sigmas`, the times of Euler's steps: the pipeline's own grid ends at 1/1000.",
+            "The network's own attention ignores its mask, so HunyuanVideo's, which does not, replaces it.",
         ),
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
         picture_first,
@@ -412,7 +397,7 @@ STOCK: dict[str, Stock] = {
         LIMITS["flux"],
         EULER,
         _named("_2"),
-        (PADDING_REMARK, "Guidance is `true_cfg_scale`; the network was not made for `guidance_scale`."),
+        (PADDING_REMARK, "Guidance is `true_cfg_scale`; the network was not trained for `guidance_scale`."),
         ("text_encoder", "tokenizer"),
         text_first,
     ),

@@ -1,17 +1,13 @@
 """The model card, README.md: what the cards of the parts and the campaign say, in a template."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atoll.base.markdown import Markdown, code, render
+from atoll.base.markdown import render
 from atoll.base.text import count, sharing_sentence
 from atoll.encoders.registry import licence_of
 from atoll.model.card import Card
 
-PAPER = "Decentralized Diffusion Models (McAllister, Tancik, Song, Kanazawa, arXiv 2501.05450)"
-UNKNOWN = "not stated"
-MISSING = Markdown("**missing**")
 CALLS = {"text": '"a prompt", ', "class": "class_labels=[0], ", "none": ""}
 
 
@@ -40,23 +36,12 @@ def model_card(
     caption += [form.format(drawn[key]) for key, form in words.items() if key in drawn]
 
     # Compute: what the ensemble took, of which the experts shared a part, and what it is compared with.
-    spent = {"experts": sum(card.train_flops for card in experts.values()), "router": router.train_flops}
-    if shared := float(about.get("pretrain_flops") or 0.0):
-        spent["shared pretraining"] = shared
-    together = spent["together"] = sum(spent.values())
-    for role, title in (("monolith", "the monolith it is compared with"), ("student", "a student of it")):
-        if about.get(f"{role}_flops"):
-            spent[title] = float(about[f"{role}_flops"])
+    trained, shared = (
+        sum(card.train_flops for card in experts.values()),
+        float(about.get("pretrain_flops") or 0),
+    )
+    together = trained + router.train_flops + shared
     starts = {number: card.provenance.get("init", {}).get("kind", "") for number, card in experts.items()}
-
-    rows: list[list[Any]] = []
-    for number in range(k):
-        card = experts.get(number)
-        if card is None:
-            rows.append([number, MISSING, *[""] * 6])
-            continue
-        sizes = [count(card.parameters), f"{card.rows:,}", f"{card.samples:,}", f"{card.train_flops:.3g}"]
-        rows.append([number, card.family, f"{card.prediction}, {card.schedule}", *sizes, starts[number]])
     return render(
         "ensemble.md",
         "atoll.model",
@@ -64,61 +49,39 @@ def model_card(
         experts=experts,
         k=k,
         parameters=count(sum(card.parameters for card in experts.values())),
-        router_parameters=count(router.parameters),
         missing=listed([number for number in range(k) if number not in experts]),
         caption=(", ".join(caption) or "Samples of this ensemble") + ".",
         call=CALLS[router.condition],
         defaults=defaults,
         name=name,
         in_common=sharing_sentence(shared / together if together else 0.0, "checkpoint" in starts.values()),
-        expert_rows=rows,
-        compute=[[part, f"{value:.3g}"] for part, value in spent.items()],
-        signatures=[[part, code(key or "unsigned")] for part, key in (about.get("signed") or {}).items()],
+        starts=starts,
+        compute={
+            "experts": trained,
+            "router": router.train_flops,
+            "shared pretraining": shared,
+            "together": together,
+            "the monolith it is compared with": about.get("monolith_flops"),
+            "a student of it": about.get("student_flops"),
+        }.items(),
     )
 
 
 def shared_facts(card: Card, about: Mapping[str, Any], picture: bool) -> dict[str, Any]:
-    """What `card.md` tells of any model; `card` is the router's, or of one network."""
-    shape, evaluation, data = card.shape, about.get("evaluation"), about.get("data") or {}
-    conditions = {"text": "texts", "class": f"{shape.classes} class labels", "none": "nothing"}
-    partition = about.get("partition") or {}
-    method = partition.get("method", UNKNOWN)
-    if encoder := partition.get("encoder"):
-        method = f"{method} on features of {encoder.get('name')}"
-    encoders = {"VAE": card.latents, "text encoder": card.text}
-    licences = [
-        [f"{kind} {by['name']}", licence_of(by["name"]) or UNKNOWN]
-        for kind, by in encoders.items()
-        if by and by["name"] != "none"
-    ]
+    """What `card.md` needs of any model; `card` is the router's, or of one network."""
+    shape = card.shape
+    conditions = {"text": "text", "class": f"{shape.classes} class labels", "none": "nothing"}
     return {
         "card": card,
-        "about": {"licence": None, "name": None, "evaluation": None, **about},
+        "about": {"licence": None, "name": None, "evaluation": None, "signed": None, **about},
+        "data": about.get("data") or {},
+        "partition": about.get("partition") or {},
         "picture": picture,
-        "paper": PAPER,
         "version": card.provenance.get("atoll"),
         "condition": conditions[card.condition],
         "latents": ", ".join(f"{shape.channels}x{height}x{width}" for height, width in shape.latents),
-        "data": [
-            ["source", data.get("source", UNKNOWN)],
-            ["rows", f"{data['rows']:,}" if "rows" in data else UNKNOWN],
-            ["training rows by cluster", ", ".join(f"{n:,}" for n in partition.get("sizes", [])) or UNKNOWN],
-            ["clustering", method],
-            ["partition", code(card.partition)],
-            *([f"cluster {k}", content] for k, content in data.get("clusters", {}).items()),
-            *([["drawn by weight", code(json.dumps(data["weights"]))]] if "weights" in data else []),
-        ],
-        "evaluation": [[row["name"], f"{row['distance']:.4g}"] for row in (evaluation or {}).get("rows", [])],
-        "encoders": [
-            [kind, by["name"], code(by["hash"] or "-")]
-            for kind, by in {"latents": card.latents, "text": card.text}.items()
-            if by
-        ],
-        "licences": [
-            ["these weights", about.get("licence") or f"{UNKNOWN}: ask whoever trained them"],
-            ["data", data.get("licence") or UNKNOWN],
-            *licences,
-        ],
+        "licence_of": licence_of,
+        "unknown": "not stated",
     }
 
 

@@ -11,19 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.base.errors import AtollError
+from atoll.base.errors import AtollError, DataError
+from atoll.base.markdown import render
 from atoll.base.pictures import png
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import PAIRS
 from atoll.data.columns import some_rows
 from atoll.data.contents import Contents, Histogram
+from atoll.data.dataset import WEIGHTS
 from atoll.data.decode import BadImageError, decode
 from atoll.data.duplicates import COLUMN
-from atoll.data.formats import Reject
+from atoll.data.formats import ClusterMap, PartitionFile, Reject
 from atoll.data.formats import clean as clean_key
 from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_sources
+from atoll.model.folder import README
 from atoll.report.facts import Facts, Picture, clean, pixelated
 from atoll.report.html import environment
 from atoll.report.page import write_page
@@ -109,6 +112,26 @@ def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
         )
     )
     write_page(path, page, "--page")
+
+
+def write_data_card(campaign: Campaign, contents: Contents) -> str:
+    """Write README.md into the data set, with the metadata that a hub reads; where it lies."""
+    if not contents.finished:
+        raise DataError("only a finished data set gets a card", "go on with 'atoll data ingest'")
+    facts, dataset = Facts(campaign.store), contents.dataset
+    text = render(
+        "dataset.md",
+        "atoll.report",
+        name=facts.name,
+        contents=contents,
+        manifest=dataset.manifest,
+        licences=_most(contents.licences),
+        weights=dataset.column(WEIGHTS).meta.producer if WEIGHTS in dataset.column_names() else None,
+        partition=facts.optional(PartitionFile.PLACE, PartitionFile),
+        words=getattr(facts.optional(ClusterMap.PLACE, ClusterMap), "words", []),
+    )
+    dataset.store.put(README, text.encode())
+    return dataset.store.name(README)
 
 
 def bars(tally: Histogram, most: int = BARS) -> list[Bar]:
