@@ -44,11 +44,11 @@ CEILINGS: dict[str, float] = {
     # curate 2,550, tests 20,000, benchmarks 3,600.
     "core": 22_788,
     "measure": 3_823,
-    "report": 1_764,
-    "export": 1_528,
+    "report": 1_787,
+    "export": 1_571,
     "serve": 1_411,
     "curate": 2_834,
-    "tests": 29_274,
+    "tests": 29_421,
     "benchmarks": 3_503,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
     "tour": 4_592,

@@ -14,7 +14,7 @@ HUB_LICENCE = re.compile(
     r"|cc-by(-nc|-nc-sa)?-[234]\.0|cc-by-sa-[34]\.0|cc-by(-nc)?-nd-4\.0|odbl|odc-by|ofl-1\.1|cdla-permissive-2\.0"
     r"|openrail(\+\+)?|creativeml-openrail-m"
 )
-"""Names of licences that the hub knows; it refuses a card that has any other one."""
+"""Licences by the hub's names; it refuses a card with any other."""
 
 
 class Markdown(str):

@@ -34,7 +34,7 @@ def push_folder(folder: Path, name: str, private: bool | None = None, **options:
     """Upload a folder and return the commit, whose `repo_url` is the model's page; `StoreError` if it fails.
 
     Args:
-        name: OWNER/NAME, or NAME alone for the token's owner; made if there is none.
+        name: OWNER/NAME, or NAME alone for the token's owner.
         private: whether a new repository is private; None for the owner's default.
         options: of huggingface_hub's `upload_folder`, such as `token` and `commit_message`.
     """

@@ -23,9 +23,7 @@ def model_card(
     """Write the text of README.md, with the hub's metadata at its head.
 
     Args:
-        about: what the cards do not say: `name`, `data`, `partition`, `monolith`, `evaluation`, `picture`,
-            `signed` (key that signed each part, or None). Everything is optional, and what is missing is
-            said to be missing.
+        about: facts as `model_card_facts` gives them, `picture`, and `signed` (key by part); all optional.
         defaults: `num_inference_steps`, `guidance_scale`, `routing` of a call that names none.
         name: how the snippet calls the folder.
     """
