@@ -37,6 +37,7 @@ from harness import Row, child, finish, in_turn, measured, median_row, parsed, p
 from torch import Tensor, nn
 
 from atoll.base.device import own_device
+from atoll.base.preemption import Interrupted
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.initial import initial_network
 from atoll.campaign.runs import Recipe, RunPlan
@@ -49,7 +50,6 @@ from atoll.networks.settings import NetworkConfig
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train import loop
-from atoll.train.preemption import Interrupted
 from atoll.train.rows import Batch, TrainingRows
 from atoll.train.state import Ema
 from atoll.train.tasks import DenoiserTask

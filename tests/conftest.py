@@ -26,6 +26,7 @@ import jaxtyping
 import pytest
 import torch
 
+from atoll.base.console import show_messages
 from nursery import replace_popen
 from s3 import S3, serve
 
@@ -34,6 +35,7 @@ torch.set_num_threads(1)
 # Every annotated function of these packages checks its arguments and its result from here on.
 jaxtyping.install_import_hook(["atoll.flow", "atoll.model", "atoll.networks"], "typecheck.check")
 
+show_messages()  # stages are called as functions too, and tests read what they say
 replace_popen()
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.base.errors import AtollError, ConfigError
+from atoll.base.preemption import Interrupted
 from atoll.campaign.assemble import assemble
 from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
@@ -26,7 +27,6 @@ from atoll.data.partition import load
 from atoll.export.pipeline import AtollPipeline
 from atoll.measure.comparison import compare
 from atoll.model.model import Model
-from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from atoll.train.tasks import DenoiserTask
 from helpers import (

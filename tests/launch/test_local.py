@@ -147,7 +147,7 @@ def test_what_this_machine_does_not_have_is_refused_before_anything_starts(
 RANKS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from atoll.train.preemption import exit_process
+from atoll.base.preemption import exit_process
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")

@@ -198,7 +198,7 @@ def test_an_assembly_whose_island_failed_does_not_wait_for_ever(site: None, tmp_
 
 RANKS = """
 import os, signal, time, torch, torch.distributed as dist
-from atoll.train.preemption import exit_process
+from atoll.base.preemption import exit_process
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 dist.init_process_group("gloo")

@@ -17,7 +17,7 @@ class Server:
     """A process, its address and what it said."""
 
     def __init__(self, folder: Path, *argv: str, command: str = "serve", ready: str = "ready") -> None:
-        self.process = start(command, folder, "--set", "port=0", *argv)
+        self.process = start(command, folder, "--port", "0", *argv)
         self.said: list[str] = []
         self.clients: list[openai.OpenAI] = []
         self._last, self._ready = ready, threading.Event()
@@ -35,6 +35,14 @@ class Server:
             self.said.append(line.rstrip())
             if self._last in line:
                 self._ready.set()
+
+    def wait_for(self, words: str) -> None:
+        """Until it said a line that holds these words."""
+        for _ in range(200):
+            if any(words in line for line in self.said):
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError(self.said)
 
     def client(self, **more: object) -> openai.OpenAI:
         self.clients.append(openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, **more))  # type: ignore[arg-type]

@@ -91,6 +91,12 @@ def test_the_playground_draws_and_says_who_painted(page: Any, server: Server) ->
     own, other = page.locator(".panel").all()
     assert other.get_by_role("heading").inner_text() == "top-1"
 
+    # A strategy that does not exist is refused where it is typed, and not drawn.
+    page.get_by_label("Add a model or routing").fill("topp-1")
+    page.keyboard.press("Enter")
+    page.locator("#told", has_text="there is no routing").wait_for()
+    assert page.locator("#columns li").count() == 2
+
     # The strip says what each step was, by keyboard too.
     strip = other.locator(".strip").first
     strip.focus()
@@ -138,6 +144,7 @@ def test_what_is_wrong_is_told_beside_what_is_right(page: Any, server: Server) -
     page.locator(".notice.alarm", has_text="top-9").wait_for()
     page.locator(".notice.alarm", has_text="there is no routing").wait_for()
     page.locator(".panel", has_text="once").locator(".strip").wait_for()
+    assert not page.locator(".panel", has_text="top-9").locator(".frame").is_visible()
     single = page.locator(".panel").nth(2)
     single.locator("img").wait_for()
     assert single.locator(".strip").count() == 0  # one network has no experts

@@ -15,6 +15,7 @@ import openai
 import pytest
 from PIL import Image
 
+import atoll
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from helpers import command, refused
@@ -61,7 +62,26 @@ def test_models_are_listed_and_name_their_strategy(client: openai.OpenAI) -> Non
     answer = client.images.generate(prompt="1", model="ensemble:top-1", extra_body={"steps": 2})
     assert answer.data is not None and answer.data[0].routing["strategy"] == "top-1"  # type: ignore[attr-defined]
     found = client.models.retrieve("ensemble:full")
-    assert found.id == "ensemble:full" and found.atoll["told"] == {"0": "top words digits"}  # type: ignore[attr-defined]
+    assert found.id == "ensemble:full" and found.atoll["clusters"] == {"0": "top words digits"}  # type: ignore[attr-defined]
+    for wrong, words in (
+        ("topp-1", "there is no routing"),
+        ("top-9", "at most 3"),
+        ("oracle", "known clusters"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.models.retrieve(f"ensemble:{wrong}")
+
+
+def test_every_model_draws_with_the_steps_and_guidance_of_the_campaign(
+    client: openai.OpenAI, folder: Path
+) -> None:
+    """A comparison side by side is fair, and is what `atoll.load` draws."""
+    shown = [model.atoll for model in client.models.list() if model.id in ("ensemble", "monolith")]  # type: ignore[attr-defined]
+    assert [(about["steps"], about["guidance"]) for about in shown] == [(3, 2.0)] * 2
+    picture = client.images.generate(prompt="1", model="monolith", extra_body={"seed": 5}).data[0]  # type: ignore[index]
+    assert (picture.steps, picture.guidance) == (3, 2.0)  # type: ignore[attr-defined]
+    expected = atoll.load(folder, "monolith")(["1"], seed=5).images[0]
+    assert pixels(str(picture.b64_json)) == expected.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
@@ -105,7 +125,7 @@ def test_many_at_once(server: Server) -> None:
         ({"extra_body": {"steps": 100_000}}, "invalid_value", "steps"),
         ({"extra_body": {"routing": "topp-1"}}, "invalid_value", "routing"),
         ({"extra_body": {"routing": "oracle"}}, "invalid_value", "routing"),
-        ({"extra_body": {"routing": "top-9"}}, "invalid_request", None),
+        ({"extra_body": {"routing": "top-9"}}, "invalid_value", "routing"),
         ({"extra_body": {"negative": "ugly"}}, "invalid_request", None),
         ({"model": "gpt-image-1"}, "model_not_found", "model"),
         ({"model": "ensemble:topp"}, "invalid_value", "routing"),
@@ -134,6 +154,29 @@ def test_bodies_that_are_none(server: Server) -> None:
         assert answer.status_code == (413 if len(content) > 200_000 else 400)
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{server.address}/nothing", headers=HEADERS).status_code == 404
+
+
+def test_what_is_not_there_says_so(server: Server, client: openai.OpenAI) -> None:
+    answer = httpx.get(f"{server.address}{PLACE}", headers=HEADERS)
+    assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed"
+    assert answer.json()["error"]["message"].endswith("takes POST")
+    with pytest.raises(openai.NotFoundError, match="/v1/images/edits: not implemented"):
+        client.images.edit(image=b"x", prompt="1")
+    described = httpx.get(f"{server.address}/openapi.json").json()["paths"][PLACE]["post"]["requestBody"]
+    assert "routing" in described["content"]["application/json"]["schema"]["properties"]
+
+
+def test_a_request_is_one_line_of_the_log(server: Server, client: openai.OpenAI) -> None:
+    """Without prompt, query and key, and no path can begin a line of its own."""
+    client.images.generate(prompt="1", n=2, model="monolith", extra_query={"secret": "1"})
+    httpx.get(f"{server.address}/a%0Aready?secret=1", headers=HEADERS)
+    httpx.get(f"{server.address}/health")
+    httpx.get(f"{server.address}/version")
+    server.wait_for("GET /version 200")
+    lines = [re.sub(r"[\d.]+ s$", "", line) for line in server.said]
+    after = lines[lines.index(f"POST {PLACE} 200, monolith, 2 images, ") :]
+    assert after[1:3] == ["GET /a%0Aready 404, ", "GET /version 200, "]
+    assert not [line for line in lines if "secret" in line or KEY in line or "/health" in line]
 
 
 def test_keys_and_what_is_open_without(server: Server) -> None:
@@ -190,7 +233,15 @@ def test_told_to_leave_it_finishes_and_goes(folder: Path, client: openai.OpenAI)
     server.process.send_signal(signal.SIGTERM)
     asking.join(30)
     assert server.stop() == 0
-    assert server.said[-1] == "drained" and found == drawn(client, extra_body=how)
+    assert "drained" in server.said and found == drawn(client, extra_body=how)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_leave_while_it_loads_it_says_one_line(number: signal.Signals, folder: Path) -> None:
+    server = Server(folder, ready="serving")
+    server.process.send_signal(number)
+    assert server.stop() == 0
+    assert server.said[1:] == ["left before the models were loaded"]
 
 
 def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +254,8 @@ def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
     told("absent", of=tmp_path / "absent")
     told("batch", sets=["bach=3"])
     told("cannot listen", sets=["host=no.such.host.invalid"])
+    refused(command(capsys, "serve", folder, "--port", "70000"), "'port'", "65535")
+    refused(command(capsys, "serve", folder, "--host", "no.such.host.invalid"), "cannot listen")
     told("cannot be read", keys="absent")
     (tmp_path / "short").write_text("abc\n")
     told("16 characters", keys="short")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
@@ -27,7 +28,6 @@ from atoll.networks.families import family, initialise
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask, Teacher
 from atoll.train.loop import train
-from atoll.train.preemption import Interrupted
 from atoll.train.rows import TrainingRows
 from atoll.train.run import train_run
 from helpers import (

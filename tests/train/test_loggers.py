@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from atoll.base.errors import ConfigError
+from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.train import loggers
 from atoll.train.loggers import Trackers
-from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from atoll.train.state import Guard
 from helpers import SMALL, metrics, partitioned, same_bits

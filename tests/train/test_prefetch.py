@@ -7,7 +7,8 @@ from helpers import environment
 
 NEVER_READY = """
 import torch
-from atoll.train import prefetch, preemption
+from atoll.base import preemption
+from atoll.train import prefetch
 
 def make(begin):
     while True:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
-from atoll.train.preemption import Interrupted
 from atoll.train.run import train_run
 from helpers import bits, environment, metrics, newest_checkpoint, partitioned, same_bits
 

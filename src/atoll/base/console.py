@@ -1,41 +1,77 @@
-"""What a person sees while a stage runs: plain lines, and a progress bar with speed and time left."""
+"""Messages and progress. They go to the logger `atoll`, and the command line shows them on the console."""
 
+import logging
 import sys
 import time
+from contextlib import suppress
 
 from atoll.base.text import duration
 
+LOG = logging.getLogger("atoll")
+LOG.addHandler(logging.NullHandler())  # a library says nothing unless its user turns it on
+
 
 def say(message: str) -> None:
-    """One line, at once, and in one piece whatever other threads say."""
-    # With its newline in one write: print makes two, and another thread's line would come between them.
-    print(f"{message}\n", end="", flush=True)
+    """Log one line, at level INFO, or WARNING if it begins with that word."""
+    LOG.log(logging.WARNING if message.lstrip().startswith("warning") else logging.INFO, message)
+
+
+class _Console(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # With its newline in one write: print makes two, and another process's line would come between them.
+        print(f"{record.getMessage()}\n", end="", flush=True)
+
+
+def show_messages() -> None:
+    """Print messages on standard output from now on, as every command does."""
+    if not _printed():
+        LOG.addHandler(_Console())
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False  # a handler of the root logger would show each line again
+
+
+def _printed() -> bool:
+    return any(isinstance(handler, _Console) for handler in LOG.handlers)
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """A bar on a terminal or in a notebook, a message now and then elsewhere."""
 
     def __init__(self, name: str, total: int, done: int = 0, unit: str = "rows", every: float = 15.0) -> None:
         self.name, self.total, self.first, self.unit = name, total, done, unit
-        self.every = 0.2 if sys.stdout.isatty() else every
+        self._terminal = _printed() and sys.stdout.isatty()
+        self.every = 0.2 if self._terminal else every
         self.start = self._last = time.monotonic()
-        self._shown = False
+        self._shown, self._bar = False, None
+        if not _printed() and "ipykernel" in sys.modules:
+            with suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                self._bar = tqdm(total=total, initial=done, desc=name, unit=f" {unit}")
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         """Report that `done` units are finished."""
         self.total = total or self.total
         now = time.monotonic()
         finished = done >= self.total
+        if self._bar is not None:
+            self._bar.total = self.total
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+            if finished:
+                self._bar.close()
+            return
         if now - self._last < self.every and not (finished and self._shown):
             return
         self._last, self._shown = now, True
         speed = (done - self.first) / max(now - self.start, 1e-9)
         left = duration((self.total - done) / speed) if speed > 0 else "?"
+        rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
         full = int(20 * min(done, self.total) / max(self.total, 1))
         bar = "█" * full + "·" * (20 - full)
-        text = f"{self.name}: {bar} {done:,}/{self.total:,} {self.unit}, {speed:,.0f}/s, {left} left"
+        text = f"{self.name}: {bar} {done:,}/{self.total:,} {self.unit}, {rate}/s, {left} left"
         text += f"  {note}" if note else ""
-        if sys.stdout.isatty():
+        if self._terminal:
             print("\r\x1b[2K" + text, end="\n" if finished else "", flush=True)
         else:
             say(text)

@@ -1,5 +1,6 @@
 """What commands of several groups share: the named campaign, `--set`, and paths of this machine."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,12 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     from atoll.campaign.folder import Campaign
 
     return Campaign.open(campaign, sets)
+
+
+def with_options(sets: tuple[str, ...], group: str, **options: Any) -> tuple[str, ...]:
+    """`--set` overrides with those that other options are short for, where they are given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return (*sets, *(f"{group}{name}={json.dumps(value)}" for name, value in given.items()))
 
 
 class LocalPath(click.Path):

@@ -12,15 +12,15 @@ from typing import Any
 
 import click
 
-from atoll.base.console import say
+from atoll.base.console import say, show_messages
 from atoll.base.errors import AtollError, PeerFailed, first_line
+from atoll.base.preemption import ends_with_run, exit_process
 from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ROUTING, SETS, STEPS, open_campaign
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.serve import dashboard, serve
-from atoll.train.preemption import ends_with_run, exit_process
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of the same run has to tell: what all meet
@@ -34,6 +34,7 @@ MODEL = click.Choice(["ensemble", *BESIDE])
 @click.version_option(package_name="atoll")
 def atoll() -> None:
     """Train one diffusion model on isolated islands of compute, and sample them as one."""
+    show_messages()
 
 
 @atoll.command()

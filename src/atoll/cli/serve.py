@@ -2,35 +2,48 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from atoll.base.console import say
-from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
+from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign, with_options
 
 KEYS = click.option("--keys", "keyring", type=LOCAL, help="File of bearer keys, one a line; also ATOLL_KEYS.")
+HOST = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+PORT = click.option("--port", type=int, help="0 takes a free one.  [default: 8000]")
 
 
 @click.command()
 @click.argument("source", metavar="DIR")
+@HOST
+@PORT
 @KEYS
 @click.option("--trusted", multiple=True, help="Public key that must have signed what is served.")
 @SETS
-def serve(source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...]) -> None:
+def serve(
+    source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...], **address: Any
+) -> None:
     """Serve a campaign, an exported folder or a hub name: OpenAI's images API, and a playground."""
     from atoll.serve.guard import read_keys
     from atoll.serve.server import serve as run
     from atoll.serve.settings import ServeSettings
 
-    run(source, ServeSettings.of(sets), read_keys(keyring), list(trusted) or None)
+    run(
+        source, ServeSettings.of(with_options(sets, "", **address)), read_keys(keyring), list(trusted) or None
+    )
 
 
 @click.command()
 @CAMPAIGN
 @click.option("--once", type=LOCAL, metavar="FILE", help="Write one page of this moment, and end.")
+@HOST
+@PORT
 @KEYS
 @SETS
-def dashboard(campaign: str, once: Path | None, keyring: Path | None, sets: tuple[str, ...]) -> None:
+def dashboard(
+    campaign: str, once: Path | None, keyring: Path | None, sets: tuple[str, ...], **address: Any
+) -> None:
     """How the islands stand, live in a browser while they train anywhere; it only reads."""
     opened = open_campaign(campaign)
     if once is not None:
@@ -43,7 +56,7 @@ def dashboard(campaign: str, once: Path | None, keyring: Path | None, sets: tupl
     from atoll.serve.server import watch
     from atoll.serve.settings import ServeSettings
 
-    watch(opened, ServeSettings.of(sets), read_keys(keyring))
+    watch(opened, ServeSettings.of(with_options(sets, "", **address)), read_keys(keyring))
 
 
 def size_up(source: str, sets: tuple[str, ...], as_json: bool) -> None:

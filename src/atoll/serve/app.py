@@ -18,6 +18,8 @@ from starlette.requests import ClientDisconnect
 
 from atoll.base.errors import ConfigError
 from atoll.base.format import code_version
+from atoll.model.generation import Generation
+from atoll.model.model import Model
 from atoll.report.dashboard import Dashboard
 from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.guard import Keys, new_app
@@ -25,12 +27,12 @@ from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.request import ApiError, ImageRequest, listed, parse, split_model
 from atoll.serve.settings import ServeSettings
 
-STATUS = {"invalid_request": 400, "deadline_exceeded": 504, "server_stopped": 503}
+STATUS = {"invalid_request": 400, "cancelled": 499, "deadline_exceeded": 504, "server_stopped": 503}
 """Of a failure's code; 500 of others."""
 USAGE: dict[str, Any] = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
 USAGE["input_tokens_details"] = {"image_tokens": 0, "text_tokens": 0}
 """Pictures cost no tokens here, but OpenAI's client reads them of a stream."""
-OPEN = ("/health", "/ready", "/version")
+OPEN = ("/health", "/ready", "/version", "/openapi.json")
 """What answers without a key."""
 Events = asyncio.Queue[Event]
 
@@ -41,6 +43,7 @@ def create_app(
     keys: Sequence[str] = (),
     dashboard: Dashboard | None = None,
     clusters: Mapping[int, str] | None = None,
+    examples: Sequence[str] = (),
 ) -> FastAPI:
     """The application over an engine.
 
@@ -48,6 +51,7 @@ def create_app(
         keys: bearer keys, one of which a request must bring; none lets everybody in.
         dashboard: of the campaign whose models these are, if they are of one.
         clusters: what is known of the experts' clusters, by number.
+        examples: prompts to try.
     """
     app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES)))
     add_pages(app, True, dashboard)
@@ -59,7 +63,9 @@ def create_app(
         base, _, routing = name.partition(":")
         about = engine.about(base, routing)
         if about is not None and "experts" in about and clusters:
-            about["told"] = clusters
+            about["clusters"] = clusters
+        if about is not None and examples:
+            about["prompts"] = examples
         return {"id": name, "object": "model", "created": started, "owned_by": "atoll", "atoll": about}
 
     @app.get("/health")
@@ -87,17 +93,21 @@ def create_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        split_model(name, engine.names)
+        base, routing = split_model(name, engine.names)
+        if routing and engine.state == READY:
+            _generation(engine.opened[base], routing)
         return describe(name)
 
-    @app.get("/v1/images/{name}")
+    @app.get("/v1/images/files/{name}")
     async def picture(name: str) -> Response:
         if name not in linked:
             raise ApiError(404, "there is no such picture (any more)", "not_found")
         content, kind = linked[name]
         return Response(content, media_type=f"image/{kind}")
 
-    @app.post("/v1/images/generations")
+    body_schema = {"application/json": {"schema": ImageRequest.model_json_schema()}}
+
+    @app.post("/v1/images/generations", openapi_extra={"requestBody": {"content": body_schema}})
     async def generations(request: Request) -> Response:
         # The body is read and bounded here: FastAPI would read all of it before anything could refuse it.
         body = bytearray()
@@ -113,6 +123,7 @@ def create_app(
         except (ValueError, RecursionError):
             raise ApiError(400, "the body is no JSON", "invalid_json") from None
         job, events = _submit(engine, settings, asked)
+        request.state.job = job
         kind, quality = asked.output_format or "png", asked.output_compression
         if asked.stream:
             return StreamingResponse(_stream(job, events, kind, quality), media_type="text/event-stream")
@@ -149,7 +160,7 @@ def create_app(
                 linked[name] = content, kind
                 while len(linked) > settings.kept:
                     linked.popitem(last=False)
-                entry["url"] = f"{request.base_url}v1/images/{name}"
+                entry["url"] = f"{request.base_url}v1/images/files/{name}"
             else:
                 entry["b64_json"] = base64.b64encode(content).decode()
             data.append(entry)
@@ -180,15 +191,8 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
         if refused:
             raise ApiError(400, f"{param}: {what}", "invalid_value", param)
     how = asked.model_dump(include={"seed", "steps", "guidance", "shift"}, exclude_none=True)
-    try:
-        # Without a seed a request gets one, which the answer tells, so that it can be drawn again.
-        how = {"seed": secrets.randbits(31), "routing": asked.routing or routing, **how}
-        generation = model.generation.with_(**how)
-        if generation.routing.needs_labels:
-            raise ConfigError("routing 'oracle' needs known clusters", "use another strategy")
-    except ConfigError as error:
-        wrong = "routing" if asked.routing or routing else None
-        raise ApiError(400, str(error), "invalid_value", wrong) from None
+    # Without a seed a request gets one, which the answer tells, so that it can be drawn again.
+    generation = _generation(model, asked.routing or routing, **{"seed": secrets.randbits(31), **how})
     events: Events = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -214,6 +218,19 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
     except ConfigError as error:
         raise ApiError(400, str(error), "invalid_value") from None
     return job, events
+
+
+def _generation(model: Model, routing: str | None, **how: Any) -> Generation:
+    """How a model draws with some values replaced; `ApiError` where it cannot."""
+    try:
+        generation = model.generation.with_(routing=routing, **how)
+        if model.bank.router is not None:
+            generation.routing.check(model.bank.k, model.bank.pretrain is not None)
+            if generation.routing.needs_labels:
+                raise ConfigError("routing 'oracle' needs known clusters", "use another strategy")
+    except ConfigError as error:
+        raise ApiError(400, str(error), "invalid_value", "routing" if routing else None) from None
+    return generation
 
 
 async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> AsyncIterator[bytes]:

@@ -19,6 +19,7 @@ from PIL import Image
 from atoll.base.console import say
 from atoll.base.device import using_threads
 from atoll.base.errors import AtollError, ConfigError, first_line
+from atoll.base.preemption import leak_thread
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.sampler import Row, Sampler
@@ -64,6 +65,7 @@ class Job:
         work: pixels x steps.
         deadline: when it is given up, by `time.monotonic`, as all its times.
         cancelled: set by whoever no longer wants it.
+        failed: code of its failure, if it failed.
         waiting: pictures that are still to come.
     """
 
@@ -77,6 +79,7 @@ class Job:
     work: float = 0.0
     deadline: float = float("inf")
     cancelled: bool = False
+    failed: str = ""
     started: float | None = field(default=None, init=False)
     waiting: int = field(default=0, init=False)
     accepted: float = field(default_factory=time.monotonic, init=False)
@@ -184,13 +187,15 @@ class Engine:
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and wait until what was accepted is done; whether it is."""
+        loading = self.state in (LOADING, WARMING)
         self.state = DRAINING if self.state == READY else self.state
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._outstanding > 0:
             time.sleep(0.02)
         done = self._outstanding <= 0
         self._stop.set()
-        self._done.wait(5)
+        if not self._done.wait(0 if loading else 5):
+            leak_thread(self._thread)
         return done
 
     # What only the engine's thread calls.
@@ -394,6 +399,7 @@ class Engine:
 
     def _fail(self, job: Job, failure: Failed) -> None:
         if job.waiting:
+            job.failed = failure.code
             self.metrics.failed.labels(failure.code).inc()
             self._release(job)
             job.tell(failure)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
+from typing import Any
 
 import h11
 import uvicorn
@@ -16,7 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
-from atoll.campaign.folder import Campaign
+from atoll.campaign.card_facts import COMPARISON, prompts
+from atoll.campaign.folder import FROZEN, Campaign
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE
 from atoll.model.checkpoint import Checkpoint
@@ -59,9 +61,10 @@ def serve(
             with suppress(TimeoutError):
                 await asyncio.wait_for(leaving.wait(), 0.1)
         if leaving.is_set():
-            say("draining")
+            say("draining" if announced else "left before the models were loaded")
             done = await asyncio.to_thread(engine.drain, settings.drain)
-            say("drained" if done else "left with requests unfinished")
+            if announced:
+                say("drained" if done else "left with requests unfinished")
 
     _listen_and_run(app, settings, keys, f"serving {', '.join(engine.names)}", draw)
     if engine.error is not None:
@@ -81,11 +84,16 @@ def open_app(
     names += [name for name in BESIDE if Checkpoint(store, f"{name}/expert").published]
     if not names:
         raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
+    about: dict[str, Any] = {}
+    if store.exists(FROZEN):
+        campaign = Campaign.open(source)
+        about = {"dashboard": Dashboard(campaign), "clusters": of_clusters(store)}
+        if store.exists(COMPARISON) and campaign.config.condition == "text":
+            about["examples"] = prompts(campaign, 3)
+        # A comparison side by side is fair only if all models draw with the same steps and guidance.
+        load = partial(load, generation=campaign.config.sampling, encoders=campaign.config.encoders)
     engine = Engine({name: partial(load, store, name) for name in names}, settings, Metrics())
-    if not store.exists("campaign.json"):
-        return create_app(engine, settings, keys), engine
-    campaign = Campaign.open(source)
-    return create_app(engine, settings, keys, Dashboard(campaign), of_clusters(campaign.store)), engine
+    return create_app(engine, settings, keys, **about), engine
 
 
 def watch(campaign: Campaign, settings: ServeSettings, keys: Sequence[str] = ()) -> None:
@@ -114,7 +122,7 @@ def _listen_and_run(
     except (OSError, UnicodeError) as error:
         listening.close()
         what = f"cannot listen on {settings.host}:{settings.port} ({error})"
-        raise ConfigError(what, "take another: --set port=8001") from None
+        raise ConfigError(what, "take another: --port 8001") from None
     host, port = listening.getsockname()[:2]
     if not ip_address(host).is_loopback and not keys:
         say(f"warning: {host} can be reached from elsewhere, and there is no key: give --keys FILE")

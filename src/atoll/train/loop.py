@@ -12,6 +12,7 @@ from torch import nn
 
 from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, StoreError
+from atoll.base.preemption import Interrupted, catch_signals
 from atoll.base.processes import ProcessGroup, joined
 from atoll.base.safe_parse import read_json
 from atoll.base.text import duration
@@ -26,7 +27,6 @@ from atoll.store.store import Store
 from atoll.train import state as checkpoint
 from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import Float32Attention, StepSharding, whole
-from atoll.train.preemption import Interrupted, catch_signals
 from atoll.train.prefetch import Prefetcher
 from atoll.train.rows import Batch
 from atoll.train.state import Ema, Guard, Saver, TrainState

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from atoll.base.errors import DataError
-from atoll.train.preemption import leak_thread
+from atoll.base.preemption import leak_thread
 
 POLL = 0.2  # seconds between looks at whether the run was told to leave
 PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand

@@ -4,11 +4,13 @@ import { ask, make, onKey } from "/assets/common.js";
 
 const form = document.querySelector("#settings");
 const told = document.querySelector("#told");
+const another = document.querySelector("#another");
 const results = document.querySelector("#results");
 const DRAWN = ["prompt", "seed", "n", "steps", "guidance", "negative"];
 let models = {}; // by name, as /v1/models tells
 let columns = []; // names of models and strategies that draw side by side
 let drawing = null; // what stops the drawing under way
+let adding = null; // a column that the server is asked about
 
 const say = (text) => (told.textContent = text);
 
@@ -33,6 +35,9 @@ async function begin() {
   form.prompt.disabled = condition === "none";
   form.prompt.placeholder = { text: "describe the image", class: "class number", none: "no prompt" }[condition];
   document.querySelector("#negative-label").hidden = condition !== "text";
+  document.querySelector("#examples").replaceChildren(
+    ...(first.atoll.prompts ?? []).map((text) => make("button", { type: "button", onclick: () => (form.prompt.value = text) }, make("bdi", {}, text))),
+  );
   const names = Object.keys(models).map((name) => name.replace(/^ensemble:/, ""));
   document.querySelector("#strategies").replaceChildren(...names.map((value) => make("option", { value })));
   if (!columns.length) show([first.atoll.routing ?? first.id]);
@@ -51,9 +56,17 @@ function show(names) {
   );
 }
 
-function add(name) {
+/** Add a column; what the server does not know is said at once, before anything is drawn. */
+async function add(name) {
   const clean = name.trim().replace(/^ensemble:/, "").toLowerCase();
-  if (clean && !columns.includes(clean)) show([...columns, clean]);
+  if (!clean || columns.includes(clean)) return;
+  const { model, routing } = split(clean);
+  const problem = await ask(`/v1/models/${encodeURIComponent(routing ? `${model}:${routing}` : model)}`).then(() => "", (error) => error.message);
+  say(problem);
+  another.setAttribute("aria-invalid", Boolean(problem));
+  if (problem) return;
+  another.value = "";
+  show([...columns, clean]);
 }
 
 function settings() {
@@ -78,6 +91,7 @@ function restore() {
 // Drawing.
 
 async function draw() {
+  await adding;
   drawing?.abort();
   const chosen = settings();
   history.replaceState(null, "", link(chosen));
@@ -155,7 +169,10 @@ function panel(name, count, chosen) {
       if (error.name === "AbortError") return;
       note.hidden = false;
       note.textContent = error.message + (error.after ? ` (try again in ${error.after} s)` : "");
-      for (const { frame } of cells) frame.classList.remove("waiting");
+      for (const { image, frame, element } of cells) {
+        frame.classList.remove("waiting");
+        element.hidden = image.hidden; // nothing comes any more
+      }
     },
     picture: () => cells[0].image.src,
   };
@@ -168,7 +185,7 @@ function about(event, name, chosen) {
   const said = make("output", {}, words(steps[0], 0, steps.length));
   const used = {};
   for (const { experts } of steps) for (const [expert, weight] of Object.entries(experts)) used[expert] = (used[expert] ?? 0) + weight / steps.length;
-  const told = Object.values(models)[0].atoll.told ?? {}; // what is known of each expert's cluster
+  const clusters = Object.values(models)[0].atoll.clusters ?? {}; // what is known of each expert's cluster
   const strongest = Object.entries(used).sort((a, b) => b[1] - a[1]);
   const label = strongest.map(([expert, share]) => `expert ${expert} ${percent(share)}`).join(", ");
   const tell = (number) => (said.textContent = words(steps[number], number, steps.length));
@@ -190,7 +207,7 @@ function about(event, name, chosen) {
   }, ...steps.flatMap(cellsOf));
   const all = models.ensemble?.atoll?.experts ?? 0;
   const out = strongest.slice(0, 6).map(([expert, share]) =>
-    make("button", { type: "button", class: `chip e${expert}`, disabled: all < 2, title: [`Generate without expert ${expert}`, told[expert]].filter(Boolean).join(": "), onclick: () => without(expert, name) }, `${expert}: ${percent(share)}`));
+    make("button", { type: "button", class: `chip e${expert}`, disabled: all < 2, title: [`Generate without expert ${expert}`, clusters[expert]].filter(Boolean).join(": "), onclick: () => without(expert, name) }, `${expert}: ${percent(share)}`));
   return [strip, said, make("div", { class: "experts" }, ...out)];
 }
 
@@ -235,7 +252,7 @@ function without(expert, name) {
   const [conditional, ...rest] = base.split(" null ");
   const [strategy, out = ""] = conditional.split(" without ");
   const left = [...new Set([...out.split(",").filter(Boolean), expert].map(Number))].sort((a, b) => a - b);
-  add([`${strategy} without ${left.join(",")}`, ...rest].join(" null "));
+  adding = add([`${strategy} without ${left.join(",")}`, ...rest].join(" null "));
   draw();
 }
 
@@ -255,8 +272,8 @@ form.addEventListener("submit", (event) => { event.preventDefault(); draw(); });
 form.prompt.addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); form.requestSubmit(); } });
 document.querySelector("#dice").addEventListener("click", () => { form.seed.value = ""; draw(); });
 document.querySelector("#stop").addEventListener("click", () => drawing?.abort());
-document.querySelector("#add").addEventListener("click", () => { add(document.querySelector("#another").value); document.querySelector("#another").value = ""; });
-document.querySelector("#another").addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); document.querySelector("#add").click(); } });
+document.querySelector("#add").addEventListener("click", () => (adding = add(another.value)));
+another.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); document.querySelector("#add").click(); } });
 document.querySelector("#link").addEventListener("click", async () => {
   const place = new URL(link(settings()), location.href).href;
   history.replaceState(null, "", place);
