@@ -1,6 +1,7 @@
 """What README and docs say can be typed can be typed, and their links lead somewhere."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -44,12 +45,20 @@ def test_commands_and_options_exist(page: str) -> None:
             assert option in known, f"{page}: atoll {' '.join(argv)}: there is no option {option}"
 
 
-def test_readme_links_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text()
-    targets = re.findall(r"\]\((?!https:)([^)#]+)\)", text)
-    assert len(targets) > 5
-    for target in targets:
-        assert (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    text = re.sub(r"```.*?```", "", here.read_text(), flags=re.S)
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+        file = (here.parent / target).resolve() if target else here
+        assert file.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page}: {target}#{anchor}"
 
 
 def test_whoever_cites_cites_the_same() -> None:
