@@ -26,7 +26,6 @@ from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.routing import WeightFunction
 from atoll.recipes import catalogue
-from atoll.store.location import is_url
 from atoll.train.run import train_run
 
 
@@ -44,8 +43,6 @@ def create(
         settings: nested settings in place of the recipe's, as in `{"partition": {"k": 4}}`.
         recipe: the ready-made campaign to start from, of `atoll recipes`.
     """
-    if source != "glyphs" and not is_url(source) and not expanded(source).exists():
-        raise ConfigError(f"there is no {source}", "give a folder of pictures, a parquet file, or glyphs")
     tree = read_yaml(catalogue.text(recipe), recipe)
     # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
     absolute = str(source) if source == "glyphs" else str(expanded(source).absolute())

@@ -4,7 +4,18 @@ from collections.abc import Callable
 
 import pytest
 
-from atoll.base.text import NONE, count, duration, flops, percent, ratio, round_sig, sharing_sentence, size
+from atoll.base.text import (
+    NONE,
+    count,
+    duration,
+    flops,
+    many,
+    percent,
+    ratio,
+    round_sig,
+    sharing_sentence,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +48,11 @@ def test_a_number_is_written_as_people_read_it(
     write: Callable[[float | None], str], value: float | None, text: str
 ) -> None:
     assert write(value) == text
+
+
+def test_one_is_no_plural() -> None:
+    assert [many(n, "image") for n in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
+    assert many(2, "class", "classes") == "2 classes"
 
 
 def test_a_column_of_operations_has_one_unit() -> None:

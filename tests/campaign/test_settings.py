@@ -1,17 +1,19 @@
 """Settings: what is fixed, what may change, and how islands differ."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atoll.base.errors import ConfigError, StoreError
+from atoll.base.safe_parse import read_yaml
 from atoll.campaign.folder import Campaign, new
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.settings import TimeConfig
 from atoll.recipes import catalogue
-from helpers import SMALL, merged, write_campaign
+from helpers import SMALL, command, merged, refused, write_campaign
 
 
 def parse(**changes: object) -> CampaignConfig:
@@ -68,8 +70,11 @@ def test_the_router_learns_at_the_times_of_the_experts_unless_it_is_set_apart() 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
     path = Path(new(tmp_path / "c", catalogue.text(name), []))
-    assert path.read_text() == catalogue.text(name)
-    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    text, recipe = path.read_text(), catalogue.text(name)
+    assert read_yaml(text, "new") == read_yaml(recipe, "recipe")
+    head = [line for line in text.splitlines() if line.startswith("#")]
+    assert head == [line for line in recipe.splitlines() if line.startswith("#")]
+    assert "\nseed: 0  # " in text and re.search(r"\n  k: \d+  # Number of clusters, and of experts\n", text)
     assert head[0].startswith(f"# {name}: ") and any("ardware" in line for line in head)
     assert Campaign.open(tmp_path / "c").config.seed == 0
 
@@ -85,14 +90,14 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
         'compare.prompts=["a, b", c]',
         "train.betas=[0.8, 0.95]",
     ]
-    new(tmp_path / "c", catalogue.text("quickstart"), [*sets, "data.source=somewhere"])
+    new(tmp_path / "c", catalogue.text("quickstart"), [*sets, "data.source=tests"])
     config = Campaign.open(tmp_path / "c").config
     assert config.partition.k == 2 and config.train.lr == 2.5e-4 and config.train.clip is None
     assert not config.monolith and config.train.betas == (0.8, 0.95)
     assert config.island(1)[1].batch == 4 and config.island(1)[0].depth == 2
     assert config.island(0) == (config.network, config.train)
     assert config.compare.prompts == ["a, b", "c"]
-    assert config.data.source == str(Path.cwd() / "somewhere")
+    assert config.data.source == str(Path.cwd() / "tests")
     assert (tmp_path / "c/campaign.yaml").read_text().startswith("# quickstart: ")
     new(tmp_path / "d", catalogue.text("quickstart"), ["data.source=null"])
     assert Campaign.open(tmp_path / "d").config.data.source is None
@@ -100,6 +105,56 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "e", {"islands": {0: {"network": {"depth": 2}}}})
     config = Campaign.open(folder, ["islands.0.train.batch=4"]).config
     assert config.island(0)[0].depth == 2 and config.island(0)[1].batch == 4
+
+
+def test_all_settings_are_printed_with_what_they_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = command(capsys, "config").out
+    parsed = CampaignConfig.parse(read_yaml(defaults, "config"), "config")
+    assert parsed.frozen() == CampaignConfig.parse({"data": {"path": "data"}}, "here").frozen()
+    lines = defaults.splitlines()
+    # A group that is not there is written out too, to be uncommented.
+    for line in (
+        "student: null  # One network",
+        "#   teacher: cluster  # `cluster`: the expert of the sample's",
+    ):
+        assert any(shown.startswith(line) for shown in lines), line
+    assert [line for line in lines if "  # " not in line] == []  # every key is explained
+    folder = write_campaign(tmp_path / "c", {"sampling": {"steps": 9}})
+    assert "\n  steps: 9  # Steps of the sampler" in command(capsys, "config", folder).out
+    refused(command(capsys, "config", tmp_path / "none"), "there is no folder")
+
+
+def test_a_source_must_be_there_and_must_not_hold_the_campaign(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for folder, source, words in (
+        ("c", "nowhere", "there is no .*nowhere: set data.source to a folder of images, a parquet file or"),
+        ("images", "images", "images lies in the folder of images: choose a folder outside it"),
+        ("images/c", "images", "choose a folder outside it"),
+        ("c", "{a: {source: nowhere}}", "there is no .*nowhere"),
+    ):
+        place = source if source.startswith("{") else str(tmp_path / source)
+        with pytest.raises(ConfigError, match=words):
+            new(tmp_path / folder, catalogue.text("cpu"), [f"data.source={place}"])
+    assert not (tmp_path / "c").exists() and not any((tmp_path / "images").iterdir())
+    new(tmp_path / "c", catalogue.text("cpu"), [f"data.source={tmp_path / 'images'}"])
+    new(tmp_path / "d", catalogue.text("cpu"), ["data.source=hf://datasets/a/b"])
+
+
+def test_words_of_yaml_1_1_are_no_booleans(tmp_path: Path) -> None:
+    assert read_yaml("{on: yes, off: no, y: true, n: FALSE}", "here") == {
+        "on": "yes",
+        "off": "no",
+        "y": True,
+        "n": False,
+    }
+    folder = write_campaign(tmp_path / "c", {})
+    with (folder / "campaign.yaml").open("a") as file:
+        file.write("launch: {on: slurm, islands: {0: {on: local}}}\n")
+    launch = Campaign.open(folder, ["monolith=no"]).config.launch
+    assert (launch.on, launch.islands[0].on) == ("slurm", "local")
+    assert not Campaign.open(folder, ["monolith=no"]).config.monolith
 
 
 def test_settings_come_back_from_campaign_json(tmp_path: Path) -> None:

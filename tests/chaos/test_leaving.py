@@ -43,7 +43,7 @@ def test_signals_at_every_phase(phase: str, nursery: Nursery, copy: Path, refere
         child.send(number)
         time.sleep(0.05)
     assert child.wait(BOUND) == 75 and time.monotonic() - begin < BOUND, child.said()
-    assert child.errors()[0].startswith("error: expert 0 left at step ")
+    assert child.errors()[0].startswith("interrupted: expert 0 left at step ")
     last = entries(run)[-1]
     assert (last["kind"], last["reason"]) == ("release", "left")
     assert last["step"] == kinds(run, "commit")[-1]["step"]

@@ -102,7 +102,9 @@ def test_protected_concepts_are_whole(campaign: Path, said: Said):
 def test_weights_are_multiplied_if_so_asked(campaign: Path, said: Said):
     said("concepts", "rebalance", campaign, "--t", "5")
     before = Campaign.open(campaign).dataset().weights
-    said("data", "filter", campaign, "--keep", "score >= q0.5", "--times")
+    tried = said("data", "filter", campaign, "--keep", "score >= q0.5", "--dry-run").out
+    assert "warning: the weights by rebalance are replaced: --times multiplies them instead" in tried
+    assert "are replaced" not in said("data", "filter", campaign, "--keep", "score >= q0.5", "--times").out
     dataset = Campaign.open(campaign).dataset()
     after, train = dataset.weights, candidates(dataset)
     assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}

@@ -79,6 +79,14 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, said: Said):
     assert prompts.templates == ("a {}",)
 
 
+def test_an_audit_of_another_vocabulary_is_refused(campaign: Path, said: Said):
+    answer = said("concepts", "index", campaign, "--least", "3")
+    assert "--vocabulary FILE names others" in answer.out
+    refused(
+        said("concepts", "tail", campaign, "--n", "2"), "changed since the audit: run 'atoll concepts audit'"
+    )
+
+
 def test_models_are_drawn_and_judged(campaign: Path, said: Said):
     said("concepts", "tail", campaign, "--n", "4", "--least", "2")
     argv = ["concepts", "evaluate", campaign, "--each", "2", "--extractor", "pixels"]
@@ -106,7 +114,14 @@ def test_models_are_drawn_and_judged(campaign: Path, said: Said):
 
 def test_what_is_missing_is_said(campaign: Path, said: Said):
     refused(said("concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
-    refused(said("concepts", "tail", campaign, "--n", "9999"), "ask for at most")
+    refused(
+        said("concepts", "tail", campaign, "--n", "9999"),
+        "9999 rare ones take 39996: lower --least, or --n to",
+    )
+    few = ("--n", "2", "--least", "100000")
+    refused(
+        said("concepts", "tail", campaign, *few), "0 concepts in 100000 training rows or more", "index more"
+    )
     refused(said("concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept")
     said("concepts", "tail", campaign, "--n", "2")
     said("concepts", "index", campaign, "--least", "4")

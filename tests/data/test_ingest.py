@@ -201,10 +201,14 @@ def test_both_sides_have_a_group(store: Store, share: float) -> None:
 
 def test_one_group_cannot_be_split(store: Store) -> None:
     rows = [record(n, group="g", seed=n) for n in range(3)]
-    with pytest.raises(DataError, match="one group"):
-        ingest(Rows(rows), store, "d", CONFIG)
+    for count, words in (
+        (3, "3 rows of one group.*choose another data.ingest.group"),
+        (1, "1 row of .* give more"),
+    ):
+        with pytest.raises(DataError, match=words):
+            ingest(Rows(rows[:count]), store, "d", CONFIG)
     bad = [rows[0], Record("a", "a.png", b"text", "x", None, "h")]
-    words = r"one group.*; 1 of 2 were rejected \(1 unreadable; the first: a.png"
+    words = r"one group.*; 1 of 2 were rejected \(unreadable: 1; the first: a.png"
     with pytest.raises(DataError, match=words):
         ingest(Rows(bad), store, "d", CONFIG)
     dataset = ingest(Rows(rows), store, "d", CONFIG.model_copy(update={"heldout": 0.0}))
@@ -213,7 +217,7 @@ def test_one_group_cannot_be_split(store: Store) -> None:
 
 def test_no_usable_row_leaves_no_trace(store: Store) -> None:
     rows = [Record("a", "a.png", b"text", "x"), Reject("b.png", "empty caption")]
-    words = r"no usable rows in rows \(1 unreadable, 1 empty caption; the first: a.png"
+    words = r"no usable rows in rows \(unreadable: 1, empty caption: 1; the first: a.png"
     with pytest.raises(DataError, match=words):
         ingest(Rows(rows), store, "d", CONFIG)
     assert store.list("d") == []

@@ -33,6 +33,8 @@ class Config(BaseModel):
             error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
         )
         at = f"{key!r} in {where}" if key else where
+        if error["type"] == "missing":
+            raise ConfigError(f"{at} is missing{more}", "give it a value")
         raise ConfigError(f"{at}: {message}{more}", "correct it and run the command again")
 
 
@@ -87,6 +89,36 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
             raise ConfigError(f"--set {assignment!r}: {group!r} is not a group of settings", "check the key")
         tree = below
     tree[_key_in(tree, last)] = value
+
+
+def commented(root: type[BaseModel], tree: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Lines of YAML, one for each setting, with the first sentence of its docstring as a comment."""
+    import yaml
+
+    for key, value in tree.items():
+        here, indent = (*path, str(key)), "  " * len(path)
+        group = _groups_along(root, here)[-1]
+        field, about = group.model_fields.get(str(key)), ""
+        if field is not None:
+            about = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
+            kind = field.annotation
+            # What overrides its own group stays closed: it would say the same again.
+            if (
+                isinstance(kind, type(Config))
+                and issubclass(group, kind)
+                and value == kind().model_dump(mode="json")
+            ):
+                value = {}
+        nested = isinstance(value, dict) and bool(value)
+        pair = {key: {} if nested else value}
+        text = yaml.safe_dump(pair, default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+        yield indent + text.removesuffix(" {}" if nested else "\n") + (f"  # {about}" if about else "")
+        if nested:
+            yield from commented(root, value, here)
+        elif value is None and field is not None:  # what the group would hold
+            groups = [option for option in get_args(field.annotation) if isinstance(option, type(Config))]
+            below = (commented(root, group().model_dump(mode="json"), here) for group in groups)
+            yield from (f"# {line}" for lines in below for line in lines)
 
 
 def _key_in(tree: dict[Any, Any], name: str) -> Any:

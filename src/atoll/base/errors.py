@@ -1,7 +1,7 @@
 """The one family of exceptions a user can cause, and how a wrong name is answered."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 INTERRUPTED = 75
 """Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
@@ -47,9 +47,9 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a wrong name: the closest valid one if any is close, and all of them."""
+def nearest(name: str, names: Iterable[str], forms: Sequence[str] = ()) -> str:
+    """A hint for a wrong name: the closest valid one if any is close, and all of them, or their `forms`."""
     valid = sorted(names)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}valid: {', '.join(valid)}"
+    return f"{hint}valid: {', '.join(forms or valid)}"

@@ -1,6 +1,7 @@
 """Plain data from JSON and YAML that nobody vouches for: bounded in size and depth, and nothing is run."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,18 @@ MOST_YAML = 100_000
 LONGEST_PATH = 1024
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's words for true and false, as JSON's: 1.1 takes `on`, `off`, `yes` and `no` as well."""
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, words) for tag, words in known if tag != _BOOL]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))  # type: ignore[no-untyped-call]
+
+
 def read_json(data: bytes | str) -> Any:
     """Parse JSON of at most `LARGEST` bytes and 200 levels; `ValueError` where it is something else."""
     if len(data) > LARGEST:
@@ -30,7 +43,7 @@ def read_yaml(text: bytes | str, where: str) -> Any:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
         try:
-            tree = yaml.safe_load(text)
+            tree = yaml.load(text, _Loader)
         except RecursionError:  # PyYAML lets it through
             raise ValueError(DEEP) from None
         # A few lines of aliases of aliases are billions of values, or one that holds itself.

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import Field
 
-from atoll.base.config import differences, is_loose, set_value, value_at
+from atoll.base.config import commented, differences, is_loose, set_value, value_at
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.formats import PartitionFile
-from atoll.store.location import is_url
+from atoll.store.location import is_url, local_path
 from atoll.store.store import Absent, Conflict, Store
 
 if TYPE_CHECKING:  # they take a second to import, which looking at a campaign does without
@@ -183,11 +182,15 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
     tree = read_yaml(recipe, "the recipe")
     for assignment in sets:
         set_value(tree, _from_shell(assignment))
-    CampaignConfig.parse(tree, "the new campaign")
-    store = Store.open(folder, create=True)
-    # YAML has no comments once it is parsed: with overrides, only the recipe's head stays as it was.
-    head = "".join(takewhile(lambda line: line.startswith("#"), recipe.splitlines(keepends=True)))
-    text = recipe if not sets else head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    _check_sources(CampaignConfig.parse(tree, "the new campaign"), local_path(folder))
+    store, above, lines = Store.open(folder, create=True), dict[str, list[str]](), list[str]()
+    for line in recipe.splitlines():  # what it says of itself, and of a group
+        lines.append(line)
+        if not line.startswith("#"):
+            above[line.partition(":")[0]], lines = lines[:-1], []
+    for line in commented(CampaignConfig, tree):
+        lines += [*above.get(line.partition(":")[0], ()), line]
+    text = "\n".join((*lines, ""))
     try:
         if store.exists(YAML):
             raise Conflict(YAML)
@@ -198,6 +201,28 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
             what = f"{store.name(YAML)} exists already, with other settings"
             raise ConfigError(what, "go on with it, edit it, or choose another folder") from None
     return store.name(YAML)
+
+
+def settings(folder: str | None) -> str:
+    """All settings of a campaign as YAML, each with what it means; the defaults without one."""
+    defaults = CampaignConfig.parse({"data": {"path": "data"}}, "the defaults")
+    config = Campaign.open(folder).config if folder else defaults
+    return "\n".join(commented(CampaignConfig, config.model_dump(mode="json")))
+
+
+def _check_sources(config: CampaignConfig, folder: Path | None) -> None:
+    """Refuse sources that are not there, and a campaign that would be ingested with its own images."""
+    named = config.source(str(folder or ""))
+    for source in [named] if isinstance(named, str) else [each.source for each in (named or {}).values()]:
+        path = None if source == "glyphs" else local_path(source)
+        if path is None:
+            continue
+        if not path.exists():
+            raise ConfigError(
+                f"there is no {path}", "set data.source to a folder of images, a parquet file or glyphs"
+            )
+        if folder is not None and path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"{folder} lies in the folder of images", "choose a folder outside it")
 
 
 def sets_loose(assignment: str) -> bool:

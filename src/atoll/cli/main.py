@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from atoll.base.console import say, show_messages
-from atoll.base.errors import AtollError, PeerFailed, first_line
+from atoll.base.errors import INTERRUPTED, AtollError, PeerFailed, first_line
 from atoll.base.preemption import ends_with_run, exit_process
 from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
@@ -57,6 +57,15 @@ def new(folder: str, recipe: str, sets: tuple[str, ...]) -> None:
     from atoll.recipes import catalogue
 
     say(f"wrote {campaigns.new(folder, catalogue.text(recipe), sets)}")
+
+
+@atoll.command()
+@click.argument("campaign", required=False)
+def config(campaign: str | None) -> None:
+    """Print all settings of a campaign with their meaning; without CAMPAIGN, the defaults."""
+    from atoll.campaign.folder import settings
+
+    say(settings(campaign))
 
 
 @atoll.command()
@@ -426,8 +435,9 @@ def run_command(run: Callable[[], Any]) -> int:
         if not error.alone:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
-        click.echo(f"error: {error}", err=True)
-        return int(getattr(error, "exit_code", 2))
+        code = int(getattr(error, "exit_code", 2))
+        click.echo(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}", err=True)
+        return code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

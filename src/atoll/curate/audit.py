@@ -13,6 +13,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.safe_parse import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
+from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
 from atoll.curate import image_hits, text_hits
@@ -42,7 +43,11 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     progress = Progress("concepts in captions", len(dataset.shards), unit="shards")
     column = text_hits.index(dataset, vocabulary, progress)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
-    say(f"{len(vocabulary):,} concepts ({vocabulary.source}); at most {column.meta.max_length} in a caption")
+    say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
+    say(
+        f"  at most {column.meta.max_length} in a caption"
+        + "; --vocabulary FILE names others" * (path is None)
+    )
     return vocabulary
 
 

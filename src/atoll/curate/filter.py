@@ -157,15 +157,14 @@ def filter_stage(
     table: list[list[Any]] = [[name, size, left, round(left / max(1, size), 4)] for name, size, left in kept]
     for name, size, left, share in table:
         say(f"{name}: {left:,} of {size:,} rows kept ({share:.1%})")
+    if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", "dedupe"):
+        say(f"warning: the weights by {before_it} are replaced: --times multiplies them instead")
     if dry_run:
         return chosen
 
     if times:
         dataset.column(WEIGHTS)  # there must be some
     weights = dataset.weights if times else np.ones(len(dataset), dtype=np.float32)
-    before_it = producer_of(dataset).get("name", "filter")
-    if before_it not in ("filter", "dedupe") and not times:
-        say(f"warning: weights by {before_it} are replaced; write them again, and add --times to keep them")
     # Held-out rows keep their weight: what measures must not change with what is trained on.
     heldout = np.ones(len(dataset), dtype=bool)
     heldout[train] = False

@@ -20,6 +20,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
+from atoll.base.text import many
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
@@ -65,9 +66,16 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
     table = counts.table("text")  # prompts are texts, so a concept is as rare as it is in captions
     totals, home = table.sum(1), table.argmax(1)
     rising = [int(number) for number in np.argsort(totals, kind="stable") if totals[number] >= least]
+    if counts.vocabulary != vocabulary_of(campaign).hash:
+        raise DataError("the vocabulary has changed since the audit", "run 'atoll concepts audit' again")
     if len(rising) < 4 * n:
-        what = f"{len(rising):,} concepts are in {least} training rows"
-        raise DataError(what, f"ask for at most {len(rising) // 4}, or for less with --least")
+        what = (
+            f"{many(len(rising), 'concept')} in {least} training rows or more, and {n} rare ones take {4 * n}"
+        )
+        more = "index more concepts (atoll concepts index --least 1, then audit)"
+        raise DataError(
+            what, f"lower --least, or {f'--n to {most}' if (most := len(rising) // 4) > 1 else more}"
+        )
     rare, free = rising[:n], rising[-max(2 * n, len(rising) // 10) :]
     pairs = []
     for number in rare:

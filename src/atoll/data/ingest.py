@@ -25,7 +25,7 @@ from atoll.base.errors import DataError
 from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
 from atoll.base.rng import seed_of
-from atoll.base.text import Size
+from atoll.base.text import Size, many
 from atoll.data.columns import Progress
 from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, short_hashes, to_parquet
 from atoll.data.decode import (
@@ -346,11 +346,11 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     if share > 0:
         if low == high:
             rejects = sum(dataset.manifest.rejects.values())
-            beside = f" ({rejects} others were rejected, see {REJECTS})" if rejects else ""
+            beside = f" ({many(rejects, 'other')} rejected, see {REJECTS})" if rejects else ""
+            group = "give more images" if len(dataset) == 1 else "choose another data.ingest.group"
             raise DataError(
-                f"all {len(dataset)} rows{beside} belong to one group, so none can be held out without"
-                " leaving none to train on",
-                "choose another data.ingest.group, or set data.ingest.heldout and data.ingest.test to 0",
+                f"{many(len(dataset), 'row')}{beside} of one group cannot be both held out and trained on",
+                f"{group}, or set data.ingest.heldout and data.ingest.test to 0",
             )
         # Both sides need a group: the bound moves just over the lowest, or down to the highest.
         bound = min(max(share, math.nextafter(low, 1.0)), high)
@@ -387,5 +387,5 @@ def _reasons(rejects: list[Reject]) -> str:
     if not rejects:
         return "it is empty"
     counts = Counter(reject.reason for reject in rejects).most_common()
-    reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
-    return f"{reasons}; the first: {rejects[0].key}: {rejects[0].detail}"
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in counts)
+    return f"{reasons}; the first: {': '.join(filter(None, (rejects[0].key, rejects[0].detail)))}"

@@ -112,7 +112,9 @@ class Routing(Config):
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
             forms = [*_forms().split(", "), f"null {PRETRAIN}"]
-            raise ConfigError(f"there is no routing {text!r}", nearest(text, forms))
+            # A placeholder is no answer: with numbers in its place it may be copied.
+            names = [form.replace("K", "1").replace("P", "0.9").replace("T", "2") for form in forms]
+            raise ConfigError(f"there is no routing {text!r}", nearest(text, names, forms))
         parameters = STRATEGIES[entries[word]].parameters
         values = [v.strip() for v in (dash, *(args or "").split(",")) if v and v.strip()]
         needed = sum(name in ("k", "p") for name in parameters)

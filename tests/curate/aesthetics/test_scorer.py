@@ -130,6 +130,29 @@ def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels:
     assert torch.allclose(scorer.scores(seen[:1]), scores[:1], atol=1e-5)
 
 
+def test_a_head_that_no_label_trained_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    table = pq.read_table(pictures(tmp_path, groups=4)).to_pylist()
+    rated = [{**row, "scores": [None, None, row["scores"][2]]} for row in table]
+    pq.write_table(pa.Table.from_pylist(rated), tmp_path / "labels.parquet")
+    dimensions = [{"name": name, "parent": parent} for name, parent in TREE.items()]
+    (tmp_path / "scale.yaml").write_text(json.dumps({"dimensions": dimensions}))
+    argv = [
+        "--scale",
+        tmp_path / "scale.yaml",
+        "--backbone",
+        BACKBONE,
+        "--epochs",
+        "1",
+        "--out",
+        tmp_path / "s",
+    ]
+    note = "note: no label trained the dimensions (expert head): disregard those scores"
+    trained = command(capsys, "aesthetics", "train", tmp_path / "labels.parquet", *argv)
+    assert note in trained.out, trained.err
+    found = command(capsys, "aesthetics", "evaluate", tmp_path / "labels.parquet", "--scorer", tmp_path / "s")
+    assert note in found.out, found.err
+
+
 def test_an_image_text_model_is_trained_by_lora_and_loaded(tmp_path: Path):
     path = save_llava(tmp_path)
     table = pictures(tmp_path, groups=4, each=4)

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError, nearest
@@ -183,9 +183,3 @@ class TrackingConfig(Config):
     """Its user or team; your own if not set."""
     name: str | None = None
     """What runs' names begin with, and their group; the name of the campaign if not set."""
-
-    @field_validator("wandb", mode="before")
-    @classmethod
-    def _switch(cls, value: Any) -> Any:
-        # YAML reads a bare `off` as false.
-        return "off" if value is False else value

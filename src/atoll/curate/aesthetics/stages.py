@@ -1,6 +1,7 @@
 """The stages of aesthetics: train a scorer, score rows and folders, compare scores with people's."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ def train_stage(scorer: Scorer, labels: Labels, training: Training, out: str) ->
     done = scorer.fit(labels, training)
     scorer.save(out, done)
     say(f"trained on {done['rows']:,} pictures of {done['groups']:,} groups; wrote {out}")
+    _say_untrained(done)
     return done
+
+
+def _say_untrained(training: Mapping[str, Any]) -> None:
+    # Rows of which only the whole is labelled train the regression head, all others the expert head.
+    alone = {training["rows"]: "the dimensions (expert head)", 0: "the regression head"}
+    if (head := alone.get(training["rows with the whole alone"])) is not None:
+        say(f"note: no label trained {head}: disregard those scores")
 
 
 def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
@@ -144,7 +153,9 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
     say(f"{len(paths):,} pictures: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}")
 
 
-def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> dict[str, dict[str, float]]:
+def evaluate_stage(
+    scorer: Scorer, labels: Labels, training: Mapping[str, Any], out: str | None = None
+) -> dict[str, dict[str, float]]:
     """How a scorer agrees with people, by head and dimension; printed, and written for the report."""
     parts = [range(first, min(first + BATCH, len(labels))) for first in range(0, len(labels), BATCH)]
     scores = torch.cat([scorer.scores([labels.open(row) for row in part]) for part in parts])
@@ -162,6 +173,7 @@ def evaluate_stage(scorer: Scorer, labels: Labels, out: str | None = None) -> di
     ]
     heads = (TableColumn("score"), *(TableColumn(metric, digits=3) for metric in SHOWN))
     say("\n".join(text(Table("", "", heads, rows))))
+    _say_untrained(training)
     if out is not None:
         about = f"{len(labels):,} labelled pictures (atoll aesthetics evaluate)."
         cells = [list(row.values()) for row in rows]
