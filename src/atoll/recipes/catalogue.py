@@ -21,4 +21,4 @@ def text(name: str) -> str:
 
 def title(name: str) -> str:
     """The first line of a recipe's head."""
-    return text(name).splitlines()[0].lstrip("# ")
+    return text(name).splitlines()[0].removeprefix(f"# {name}: ")
