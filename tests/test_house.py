@@ -374,6 +374,28 @@ def test_settings_and_what_looks_at_a_campaign_import_nothing_heavy():
     assert result.stdout == "set()\n", result.stdout + result.stderr
 
 
+def test_networks_and_encoders_come_without_the_compiler():
+    """It takes longer to import than torch; who imports it later gets all of it, and the same classes."""
+    code = """
+import sys
+from types import SimpleNamespace
+from atoll.encoders import text
+from atoll.model import sampler
+from atoll.networks.families import family
+
+mine = [family(name).network_class() for name in ("dit", "pixart")]
+text._tower(SimpleNamespace(model_type="bert"))
+sampler.times(4)
+left_out = {"torch._dynamo", "diffusers.models.transformers", "diffusers.loaders", "scipy.stats"}
+print(left_out & set(sys.modules))
+import torch._dynamo
+from diffusers.models.transformers import DiTTransformer2DModel, PixArtTransformer2DModel
+print([DiTTransformer2DModel, PixArtTransformer2DModel] == mine, torch._dynamo.is_compiling())
+"""
+    result = run(sys.executable, "-c", code)
+    assert result.stdout == "set()\nTrue False\n", result.stdout + result.stderr
+
+
 @pytest.mark.slow
 def test_commands_that_only_look_import_little(tmp_path: Path):
     """Each heavy import is a second at every call; how many seconds is no test's business."""

@@ -5,8 +5,10 @@ Of texts, whose lengths differ; `test_parity.py` asks class labels too.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from atoll.base.condition import Condition
@@ -135,6 +137,14 @@ def test_it_is_eulers_method_on_even_times(steps: int) -> None:
     torch.testing.assert_close(sampler.run(), x, rtol=1e-5, atol=1e-6)
     assert sampler.done and [row.step for row in rows] == [steps] * 4
     assert times(steps) == pytest.approx([(steps - i) / steps for i in range(steps)] + [0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 0.7])
+def test_times_are_those_of_diffusers_to_the_bit(shift: float) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    for steps in (1, 3, 7, 50):
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist())
+        assert times(steps, shift) == tuple(scheduler.sigmas.tolist())
 
 
 def test_the_time_shift_is_that_of_sd3() -> None:

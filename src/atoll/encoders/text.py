@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.errors import ConfigError
+from atoll.base.imports import lean_imports
 from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
@@ -112,8 +113,7 @@ def text_encoder(
     transformers.utils.logging.disable_progress_bar()
     config, location = _config(name)
     with loading("text encoder", name, _FIX):
-        tower = getattr(transformers, TOWERS[config.model_type])
-        network = tower.from_pretrained(location, use_safetensors=True)
+        network = _tower(config).from_pretrained(location, use_safetensors=True)
         network = network.eval().requires_grad_(False).to(device)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
     if not knows_words(words):
@@ -163,13 +163,10 @@ def text_size(name: str, max_length: int) -> tuple[int, int]:
 @cache
 def text_parameters(name: str) -> int | None:
     """Parameters of a text encoder, from its config: no weights. None if that is not to be found here."""
-    import transformers
-
     try:
         config, _ = _config(name)
         with torch.device("meta"):
-            tower = getattr(transformers, TOWERS[config.model_type])
-            return int(tower(getattr(config, "text_config", config)).num_parameters())
+            return int(_tower(config)(getattr(config, "text_config", config)).num_parameters())
     except ConfigError:
         return None
 
@@ -191,6 +188,13 @@ def _config(name: str) -> tuple[Any, str]:
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
     return config, location
+
+
+def _tower(config: Any) -> Any:
+    with lean_imports():
+        import transformers
+
+        return getattr(transformers, TOWERS[config.model_type])
 
 
 def _size(config: Any, max_length: int) -> tuple[int, int]:

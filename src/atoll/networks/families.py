@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.imports import lean_imports
 from atoll.base.rng import generator
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
@@ -31,7 +32,8 @@ class Family:
 
     def network_class(self) -> type[nn.Module]:
         """The diffusers class; imported only here, since each takes its time."""
-        module = importlib.import_module(f"diffusers.models.transformers.{self.module}")
+        with lean_imports():
+            module = importlib.import_module(f"diffusers.models.transformers.{self.module}")
         return cast(type[nn.Module], getattr(module, self.class_name))
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:

@@ -7,15 +7,18 @@ cross-attention, labels and time through adaLN (DDM, arXiv 2501.05450, section 3
 from typing import Any, Self, cast
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.embeddings import LabelEmbedding, PatchEmbed, PixArtAlphaTextProjection
-from diffusers.models.modeling_utils import ModelMixin
-from diffusers.models.normalization import AdaLayerNormSingle
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.base.imports import lean_imports
+
+with lean_imports():
+    from diffusers.configuration_utils import ConfigMixin, register_to_config
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.embeddings import LabelEmbedding, PatchEmbed, PixArtAlphaTextProjection
+    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.models.normalization import AdaLayerNormSingle
 
 
 class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
