@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 import atoll
+from atoll.campaign.folder import Campaign
 
 ROOT = Path(__file__).parents[1]
 SMALL = {
@@ -89,12 +90,25 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
         measured = atoll.evaluate(folder, routing=steep, metrics="frechet", samples=8, components=2)
         values.append(measured["frechet"])
     assert values[0] != values[1]
-    assert len(model("a red circle", each=2).images) == 2
+    pictures = model("a red circle", each=2)
+    assert len(pictures) == 2 and pictures[0].size == (16, 16) and [*pictures] == pictures.images
+    assert repr(pictures) == "2 pictures of 16x16, 3 steps, guidance 2, seed 0"
+    assert repr(model) == "Model(ensemble, condition text, 3 steps, guidance 2, routing once, on cpu)"
+    assert [path.name for path in pictures.save(f"{tmp_path}/p/")] == [
+        "0000-a-red-circle.png",
+        "0001-a-red-circle.png",
+    ]
+    assert pictures.save(tmp_path / "a.png")[0].read_bytes() == pictures._repr_png_()
+    opened = Campaign.open(folder)
+    assert repr(opened) == f"Campaign(folder {opened.store.location}, condition text, K 2, stage assembled)"
+    assert f"<td>{opened.store.location}</td>" in opened._repr_html_()
     for call, words in [
         (lambda: atoll.fit(folder, "expret"), "did you mean 'expert'"),
         (lambda: atoll.fit(folder, "expert", 9), "there is no expert 9"),
-        (lambda: atoll.fit(folder, "router", 1), "--expert goes with"),
+        (lambda: atoll.fit(folder, "router", 1), "router is no expert"),
+        (lambda: atoll.fit(folder), "no expert is named: give an expert from 0 to 1"),
         (lambda: atoll.load(folder, "monolit"), "did you mean 'monolith'"),
+        (lambda: atoll.load(folder, device="cudaa"), "no device 'cudaa' here"),
         (lambda: atoll.create(tmp_path / "none", tmp_path / "d"), "there is no .*none"),
         (lambda: model([3]), "give texts"),
         (lambda: model(["a"], each=-1), "give 1 or more"),

@@ -275,10 +275,10 @@ def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) 
 def test_what_cannot_be_trained(run: Run, made: Path) -> None:
     before = state(made)
     for argv, words in (
-        (["expert", "--expert", "2"], ["no expert 2", "give --expert 0 to 1"]),
-        (["expert", "--expert", "-1"], ["no expert -1", "give --expert 0 to 1"]),
-        (["expert"], ["which expert", "give --expert 0 to 1"]),
-        (["router", "--expert", "0"], ["--expert goes with 'train expert'"]),
+        (["expert", "--expert", "2"], ["no expert 2", "give an expert from 0 to 1"]),
+        (["expert", "--expert", "-1"], ["no expert -1", "give an expert from 0 to 1"]),
+        (["expert"], ["no expert is named", "give an expert from 0 to 1"]),
+        (["router", "--expert", "0"], ["router is no expert"]),
         (["expret"], ["expert", "router", "monolith"]),
     ):
         refused(run("train", argv[0], made, *argv[1:]), *words)
@@ -320,13 +320,56 @@ def test_a_wrong_request_for_samples(run: Run, trained: Path, tmp_path: Path) ->
         (["1", "--routing", "oracle"], ["'oracle' needs known clusters"]),
         (["1", "--model", "students"], ["ensemble", "monolith"]),
         (["1", "--colour"], ["No such option"]),
+        (["1", "--set", "sampling.stepz=3"], ["unknown key 'sampling.stepz'", "did you mean 'steps'?"]),
+        (["1", "--device", "cudaa"], ["no device 'cudaa'", "give cpu"]),
+        (["--prompts", tmp_path / "absent"], ["cannot read", "absent"]),
+        (["1", "--out", tmp_path / "a.gif"], ["a.gif is no name of a picture", ".png, .jpg"]),
+        (["1", "--out", tmp_path / "a"], ["a is no name of a picture", "that of a folder in /"]),
     ):
         refused(run("sample", trained, "--out", tmp_path / "a.png", *argv), *words)
     refused(
         run("sample", trained, "1", "--out", tmp_path / "no/a.png"), "no is no folder that can be written"
     )
-    refused(run("sample", trained, "1", "--out", tmp_path), "is a folder", "samples.png")
     assert list(tmp_path.iterdir()) == [] and state(trained) == before
+
+
+def test_samples_are_a_sheet_or_a_file_a_picture(run: Run, trained: Path, tmp_path: Path) -> None:
+    """Prompts from a file, in formats that the names say; any setting of `sampling` is an option's equal."""
+    (tmp_path / "prompts.txt").write_text("0\n\n 1 \n")
+    names = [f"a{ending}" for ending in (".png", ".jpg", ".webp")]
+    outs = [part for name in (*names, "made/single/") for part in ("--out", f"{tmp_path}/{name}")]
+    argv = [
+        "sample",
+        trained,
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--count",
+        "2",
+        "--device",
+        "cpu",
+        *outs,
+    ]
+    assert run(*argv, "--steps", "2").code == 0
+
+    def opened(path: Path) -> tuple[str | None, tuple[int, int]]:
+        with Image.open(path) as picture:
+            return picture.format, picture.size
+
+    assert [opened(tmp_path / name)[0] for name in names] == ["PNG", "JPEG", "WEBP"]
+    single = sorted((tmp_path / "made/single").iterdir())
+    assert [path.name for path in single] == ["0000-0.png", "0001-0.png", "0002-1.png", "0003-1.png"]
+    assert {opened(path) for path in single} == {("PNG", (8, 8))}
+    assert min(opened(tmp_path / "a.png")[1]) > 2 * 128  # small pictures are magnified
+    again = [
+        "--set",
+        "sampling.steps=2",
+        "--set",
+        "sampling.residency.experts=1",
+        "--out",
+        tmp_path / "b.png",
+    ]
+    assert run("sample", trained, "0", "1", "--count", "2", *again).code == 0
+    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
 
 
 def test_prompts_for_a_model_without_condition(run: Run, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import yaml
 
-from atoll.base.device import own_device
+from atoll.base.device import named_device
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.preemption import Interrupted
 from atoll.base.safe_parse import expanded, read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
@@ -60,10 +61,14 @@ def prepare(campaign: Campaign | str | Path) -> Partition:
 def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | None = None) -> Card:
     """Train one network, or go on with it, and return the card it was published with.
 
-    `role` is `expert`, which has a number, `router`, `monolith`, `pretrain` or `student`.
+    `role` is `expert`, which has a number, `router`, `monolith`, `pretrain` or `student`. Ctrl-C raises
+    `KeyboardInterrupt` once the state is saved.
     """
     campaign = _opened(campaign)
-    train_run(campaign, role, expert)
+    try:
+        train_run(campaign, role, expert)
+    except Interrupted as left:  # Ctrl-C is what Python's own is for scripts and notebooks
+        raise KeyboardInterrupt(str(left)) from None
     return Checkpoint(campaign.store, Run(role, expert).network).card
 
 
@@ -86,7 +91,7 @@ def load(
         trusted: public keys, one of which must have signed the exported folder, or in a campaign each part;
             None takes unsigned ones too.
     """
-    where = device or own_device()
+    where = named_device(device)
     # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
         if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):

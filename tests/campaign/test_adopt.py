@@ -81,7 +81,9 @@ def test_it_joins_a_trained_expert(
 ) -> None:
     folder, there = Path(campaign.store.location), tmp_path / "there"
     theirs = checkpoint(there).state_dict()
-    refused(command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give --expert 0 to 1")
+    refused(
+        command(capsys, "adopt", folder, there, "--expert", "2"), "no expert 2: give an expert from 0 to 1"
+    )
     said = command(capsys, "adopt", folder, there, "--expert", "1")
     assert said.code == 0 and said.err == ""
     assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import atoll
 from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
@@ -70,6 +71,13 @@ def test_a_run_that_is_told_to_leave_saves_its_state_and_goes_on(
     for card in cards:
         del card["provenance"]["seconds"]
     assert cards[0] == cards[1]
+
+
+def test_in_python_it_is_a_keyboard_interrupt(copy: Path, told_to_leave: Callable[[int], None]) -> None:
+    told_to_leave(12)
+    with pytest.raises(KeyboardInterrupt, match="left at step 12 of"):
+        atoll.fit(copy, "expert", 0)
+    assert newest_checkpoint(copy / "islands/0")
 
 
 def test_a_finished_run_says_so_and_changes_nothing(reference: Path, capsys) -> None:

@@ -41,16 +41,20 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     assemble(campaign)
     ensemble = Model.load(campaign.store).bank
     assert [parameter_count(e.network) for e in ensemble.experts] == [c.parameters for c in cards]  # type: ignore[union-attr]
-    sample_campaign(campaign, ("0", "1"), tmp_path / "a.png", routing="full", steps=4)
+
+    def sample(out: str, routing: str, *sets: str) -> None:
+        own = [f"sampling.routing={routing}", "sampling.steps=4", *sets]
+        sample_campaign(Campaign.open(tmp_path / "c", own), ("0", "1"), [tmp_path / out])
+
+    sample("a.png", "full")
     assert (tmp_path / "a.png").stat().st_size > 500
 
     # The same from one place, which the experts take turns in.
-    write_campaign(tmp_path / "c", {**changes, "sampling": {"residency": {"experts": 1, "prefetch": False}}})
-    offloaded = Campaign.open(tmp_path / "c")
-    sample_campaign(offloaded, ("0", "1"), tmp_path / "b.png", routing="full", steps=4)
+    one_place = "sampling.residency={experts: 1, prefetch: false}"
+    sample("b.png", "full", one_place)
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
-    for where, out in ((campaign, "c.png"), (offloaded, "d.png")):
-        sample_campaign(where, ("0", "1"), tmp_path / out, routing="once", steps=4)
+    sample("c.png", "once")
+    sample("d.png", "once", one_place)
     pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
     assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
 

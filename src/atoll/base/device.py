@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from atoll.base.errors import ConfigError
+
 
 def cores() -> int:
     """Cores that this process is bound to, by `taskset`, a container's cpuset or Slurm; else all."""
@@ -22,6 +24,19 @@ def using_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def named_device(name: torch.device | str | None) -> torch.device:
+    """The device of that name, or this process' own; `ConfigError` where torch cannot compute on it."""
+    if name is None:
+        return own_device()
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError):
+        fix = "give cpu, or cuda or cuda:N where torch sees a GPU"
+        raise ConfigError(f"there is no device {str(name)!r} here", fix) from None
+    return device
 
 
 def own_device() -> torch.device:

@@ -1,17 +1,23 @@
 """Pictures out of tensors, and sheets of pictures."""
 
 import io
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-_LABEL = 11
-"""Height of a label's letters in pixels."""
+from atoll.base.errors import ConfigError
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+"""Of a picture's file, by the ending of its name."""
+_LABEL, _LINES = 11, 4
+"""Height of a label's letters in pixels, and most lines of a label."""
 
 
 def to_images(tensor: Tensor) -> list[Image.Image]:
@@ -23,6 +29,34 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
     pixels = levels.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     arrays = (pixels[..., 0] if pixels.shape[-1] == 1 else pixels).contiguous().numpy()
     return [Image.fromarray(array) for array in arrays]
+
+
+def picture_place(place: str | Path) -> tuple[Path, bool]:
+    """Path of a picture's file, or of a folder (whose name ends in a slash) and True; the folder is made.
+
+    `ConfigError` where nothing can be written, or of another ending than `FORMATS` knows.
+    """
+    path = Path(place)
+    if str(place).endswith(os.sep) or (str(place) and path.is_dir()):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {path}: {error.strerror}", "give another folder") from None
+    elif path.suffix.lower() not in FORMATS:
+        fix = f"end its name in {', '.join(FORMATS)}, or that of a folder in /"
+        raise ConfigError(f"{path} is no name of a picture", fix)
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{folder} is no folder that can be written to", "give another one")
+    return path, path.is_dir()
+
+
+def write_picture(image: Image.Image, path: Path) -> None:
+    """Write a picture as its file's name says; `ConfigError` where that fails."""
+    try:
+        image.save(path, FORMATS[path.suffix.lower()], quality=95)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}", "give another place") from None
 
 
 def png(image: Image.Image) -> bytes:
@@ -42,37 +76,62 @@ def grid(
 ) -> Image.Image:
     """Pictures in rows, RGB, in cells as large as the largest picture; every pixel `scale` times as wide.
 
-    A label is a line below its picture, cut to the cell's width; fewer labels than pictures is fine.
+    A label is below its picture, wrapped to the cell's width; neighbours that share it have it once. Fewer
+    labels than pictures is fine.
     """
     if not images or columns < 1 or scale < 1:
         raise ValueError("a grid needs at least one picture, one column and a scale of at least 1")
     columns = min(columns, len(images))
     width = scale * max(image.width for image in images)
     height = scale * max(image.height for image in images)
-    step_x, step_y = width + pad, height + pad + (_LABEL + 5 if labels else 0)
-    rows = -(-len(images) // columns)
-    sheet = Image.new("RGB", (columns * step_x + pad, rows * step_y + pad), background)
+    step, texts = width + pad, [*(labels or ()), *[""] * len(images)]
+    # Of each row: its pictures, and the middle and the lines of every label.
+    rows = []
+    for start in range(0, len(images), columns):
+        row, written = range(start, min(start + columns, len(images))), []
+        for text, neighbours in groupby(row, key=texts.__getitem__):
+            cells = [pad + (number - start) * step for number in neighbours]
+            span = cells[-1] + width - cells[0]
+            written.append((cells[0] + span / 2, _wrapped(text, span)))
+        rows.append((row, written, max(len(lines) for _, lines in written)))
+    below = [lines * (_LABEL + 3) + 2 * bool(lines) for _, _, lines in rows]
+    size = columns * step + pad, sum(below) + len(rows) * (height + pad) + pad
+    sheet, y = Image.new("RGB", size, background), pad
     draw = ImageDraw.Draw(sheet)
-    for index, image in enumerate(images):
-        x, y = pad + index % columns * step_x, pad + index // columns * step_y
-        large = image.convert("RGB").resize(
-            (image.width * scale, image.height * scale), Image.Resampling.NEAREST
-        )
-        sheet.paste(large, (x + (width - large.width) // 2, y + (height - large.height) // 2))
-        if labels and index < len(labels) and labels[index]:
-            text = _cut(labels[index], width)
-            draw.text((x + width / 2, y + height + 2), text, "#444444", _font(), anchor="ma")
+    for (row, written, _), room in zip(rows, below, strict=True):
+        for x, number in enumerate(row):
+            large = images[number].convert("RGB")
+            large = large.resize((large.width * scale, large.height * scale), Image.Resampling.NEAREST)
+            left = pad + x * step + (width - large.width) // 2
+            sheet.paste(large, (left, y + (height - large.height) // 2))
+        for middle, lines in written:
+            for line, text in enumerate(lines):
+                place = middle, y + height + 2 + line * (_LABEL + 3)
+                draw.text(place, text, "#444444", _font(), anchor="ma")
+        y += height + room + pad
     return sheet
 
 
-def _cut(label: str, width: int) -> str:
-    text = "".join(c if c.isprintable() else " " for c in label[: width + 1])
-    text = " ".join(text.split())
-    if len(label) <= width and _font().getlength(text) <= width:
-        return text
-    while text and _font().getlength(text + "…") > width:
-        text = text[:-1].rstrip()
-    return text + "…" if text else ""
+def _wrapped(label: str, width: int) -> list[str]:
+    """Lines of a label, at most `_LINES`; what is left out is an ellipsis."""
+    most = width * _LINES  # no letter is narrower than a pixel
+    text = "".join(c if c.isprintable() else " " for c in label[:most])
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if _font().getlength(longer) <= width:
+            lines[-1] = longer
+            continue
+        lines += [""] if lines[-1] else []
+        for letter in word:
+            lines += [""] if _font().getlength(lines[-1] + letter) > width else []
+            lines[-1] += letter
+    if len(lines) > _LINES or len(label) > most:
+        last = lines[_LINES - 1 :][:1] or lines[-1:]
+        while last[0] and _font().getlength(last[0] + "…") > width:
+            last[0] = last[0][:-1].rstrip()
+        lines = [*lines[: _LINES - 1], last[0] + "…"]
+    return [line for line in lines if line]
 
 
 @lru_cache(maxsize=1)

@@ -53,7 +53,7 @@ def adopt(
     # The island: it is there, and nobody has begun to train its expert.
     k, run = campaign.config.partition.k, Run("expert", island)
     if not 0 <= island < k:
-        raise PartitionError(f"there is no expert {island}", f"give --expert 0 to {k - 1}")
+        raise PartitionError(f"there is no expert {island}", f"give an expert from 0 to {k - 1}")
     if not campaign.store.exists(run.plan):
         missing = f"{campaign.store.name(run.folder)} has no island.json"
         raise PartitionError(missing, "run 'atoll partition' first")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class FrozenStudent(File):
     student: dict[str, Any] = Field(description="The settings of the group `student`.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Campaign:
     """A campaign folder and its settings."""
 
@@ -109,6 +110,28 @@ class Campaign:
         if student is not None:
             _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
         return cls(store, config, (*started, *added))
+
+    def __repr__(self) -> str:
+        return f"Campaign({', '.join(f'{name} {value}' for name, value in self._summary.items())})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in self._summary.items()
+        )
+        return f"<table>{rows}</table>"
+
+    @property
+    def _summary(self) -> dict[str, Any]:
+        k = self.config.partition.k
+        trained = sum(self.store.exists(f"islands/{number}/expert/card.json") for number in range(k))
+        stages = {
+            "assembled": self.store.exists("ensemble/ensemble.json"),
+            f"{trained} of {k} experts trained": trained,
+            "partitioned": self.is_partitioned,
+            "data set made": self.has_dataset(),
+        }
+        stage = next((words for words, reached in stages.items() if reached), "new")
+        return {"folder": self.store.location, "condition": self.config.condition, "K": k, "stage": stage}
 
     def freeze(self) -> None:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""

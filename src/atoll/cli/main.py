@@ -17,7 +17,17 @@ from atoll.base.errors import INTERRUPTED, AtollError, PeerFailed, first_line
 from atoll.base.preemption import ends_with_run, exit_process
 from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
-from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ROUTING, SETS, STEPS, open_campaign
+from atoll.cli.common import (
+    CAMPAIGN,
+    GUIDANCE,
+    LOCAL,
+    ROUTING,
+    SETS,
+    STEPS,
+    LocalPath,
+    open_campaign,
+    with_options,
+)
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.serve import dashboard, serve
@@ -229,7 +239,17 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.argument("prompts", nargs=-1)
-@click.option("--out", type=LOCAL, default=Path("samples.png"), help="PNG to write.")
+@click.option(
+    "--prompts", "listed", type=LOCAL, metavar="FILE", help="Text file of further prompts, one a line."
+)
+@click.option(
+    "--out",
+    type=LocalPath(),
+    multiple=True,
+    default=["samples.png"],
+    help="A sheet with labels (.png, .jpg, .webp), or a folder such as pictures/ for a PNG of each picture; "
+    "may be repeated.",
+)
 @click.option("--model", type=MODEL, default="ensemble", help="What to sample.")
 @ROUTING
 @GUIDANCE
@@ -237,11 +257,30 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 @click.option("--size", metavar="WxH", help="Width x height in pixels; by default sampling.size.")
-def sample(campaign: str, prompts: tuple[str, ...], out: Path, model: str, **options: Any) -> None:
-    """Sample pictures of PROMPTS (texts or class labels) into one PNG."""
+@click.option("--device", help="cpu, cuda or cuda:N; by default the GPU, if there is one.")
+@SETS
+def sample(
+    campaign: str,
+    prompts: tuple[str, ...],
+    listed: Path | None,
+    out: tuple[str, ...],
+    model: str,
+    count: int,
+    device: str | None,
+    sets: tuple[str, ...],
+    **generation: Any,
+) -> None:
+    """Sample pictures of PROMPTS, which are texts or class labels.
+
+    Options are short for settings: --steps 20 for --set sampling.steps=20. Others have no option, such as
+    --set sampling.residency.experts=1, which keeps one expert on the device.
+    """
+    from atoll.base.safe_parse import read_lines
     from atoll.campaign.sample import sample_campaign
 
-    sample_campaign(open_campaign(campaign), prompts, out, model, **options)
+    lines = [line.strip() for line in read_lines(listed)] if listed is not None else []
+    opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
+    sample_campaign(opened, [*prompts, *filter(None, lines)], out, model, count, device)
 
 
 @atoll.command("compare")

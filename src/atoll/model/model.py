@@ -4,6 +4,7 @@ It is the only way from prompts to pictures: the command line, the diffusers pip
 all call `Model.generate`, so one seed is one picture everywhere.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
+from atoll.base.pictures import grid, picture_place, png, write_picture
 from atoll.base.safe_parse import read_json
-from atoll.base.text import Size, parse_size
+from atoll.base.text import Size, many, parse_size
 from atoll.encoders.registry import check_known
 from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
@@ -47,13 +49,60 @@ REMEMBERED = 64
 """Texts whose states are kept: the empty one is wanted by every guided call."""
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Images by number, which expert served which step (None for one network), and how they were drawn."""
+@dataclass(frozen=True, repr=False)
+class Pictures(Sequence[Any]):
+    """Images by number, which expert served which step (None for one network), and how they were drawn.
+
+    `prompts` are what they show, an equal number of pictures of each one after the other.
+    """
 
     images: list[Image.Image]
     routing: Trace | None
     generation: Generation
+    prompts: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, number: Any, /) -> Any:
+        return self.images[number]
+
+    def __repr__(self) -> str:
+        how, (width, height) = self.generation, self[0].size
+        drawn = f"{many(how.steps, 'step')}, guidance {how.guidance:g}, seed {how.seed}"
+        return f"{many(len(self), 'picture')} of {width}x{height}, {drawn}"
+
+    @property
+    def labels(self) -> list[str]:
+        """What each picture shows."""
+        each = len(self) // max(1, len(self.prompts))
+        return [prompt for prompt in self.prompts or ("",) for _ in range(each)]
+
+    def sheet(self) -> Image.Image:
+        """All of them with their prompts, a row of each prompt; small ones are magnified."""
+        each = len(self) // max(1, len(self.prompts))
+        scale = -(-128 // self[0].width)
+        return grid(self, min(each, 8) if each > 1 else 4, pad=6, labels=self.labels, scale=scale)
+
+    def _repr_png_(self) -> bytes:
+        return png(self.sheet())
+
+    def save(self, place: str | Path) -> list[Path]:
+        """Write a sheet, or into a folder (its name ends in a slash) a PNG of each; the files.
+
+        The ending of a sheet's name decides its format: .png, .jpg or .webp.
+        """
+        path, is_folder = picture_place(place)
+        files = {path: self.sheet()}
+        if is_folder:
+            names = [re.sub(r"\W+", "-", text)[:60].strip("-") for text in self.labels]
+            files = {
+                path / ("-".join(filter(None, (f"{n:04d}", name))) + ".png"): image
+                for n, (name, image) in enumerate(zip(names, self, strict=True))
+            }
+        for file, image in files.items():
+            write_picture(image, file)
+        return [*files]
 
 
 class Model:
@@ -150,6 +199,11 @@ class Model:
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
         return model
+
+    def __repr__(self) -> str:
+        name, how = self.card.role.replace("router", ENSEMBLE), self.generation
+        drawing = f"{many(how.steps, 'step')}, guidance {how.guidance:g}, routing {how.routing}"
+        return f"Model({name}, condition {self.card.condition}, {drawing}, on {self.device})"
 
     @property
     def bank(self) -> Bank:
@@ -317,7 +371,12 @@ class Model:
             drawn |= dict(zip(part.rows, self.pictures(part.latents, part.rows), strict=True))
             traces += [] if part.trace is None else [part.trace]
         trace = Trace.joined(traces, [*drawn]) if traces else None
-        return Pictures([drawn[row] for row in range(sampling.count)], trace, sampling.generation)
+        return Pictures(
+            [drawn[row] for row in range(sampling.count)],
+            trace,
+            sampling.generation,
+            sampling.conditions.texts,
+        )
 
 
 def load_experts(

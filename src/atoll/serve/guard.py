@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.base.errors import ConfigError
 from atoll.base.format import code_version
+from atoll.base.safe_parse import read_lines
 from atoll.serve.metrics import Metrics
 from atoll.serve.request import ApiError
 
@@ -114,12 +115,8 @@ def read_keys(path: Path | None) -> list[str]:
     """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too. `ConfigError` of those that are none."""
     keys = [key.strip() for key in os.environ.get("ATOLL_KEYS", "").split(",") if key.strip()]
     if path is not None:
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, ValueError) as error:
-            what = f"the keys in {path} cannot be read ({error})"
-            raise ConfigError(what, "give a file of one key a line") from None
-        written = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        lines = [line.strip() for line in read_lines(path)]
+        written = [line for line in lines if line and not line.startswith("#")]
         if not written:
             raise ConfigError(f"{path} holds no key", "write one a line")
         keys += written

@@ -46,10 +46,10 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
     run, k = Run(role, expert), config.partition.k
     if run.kind.rows == "cluster" and (type(expert) is not int or not 0 <= expert < k):
-        problem = "which expert?" if expert is None else f"there is no expert {expert!r}"
-        raise ConfigError(problem, f"give --expert 0 to {k - 1}")
+        problem = "no expert is named" if expert is None else f"there is no expert {expert!r}"
+        raise ConfigError(problem, f"give an expert from 0 to {k - 1}")
     if run.kind.rows == "all" and expert is not None:
-        raise ConfigError(f"--expert goes with 'train expert', not with 'train {role}'", "leave it out")
+        raise ConfigError(f"{role} is no expert and has no number", "leave expert out")
     if not run.kind.planned(config):
         why, fix = run.kind.absent
         raise ConfigError(f"{root.location} {why}", fix)

@@ -1,0 +1,70 @@
+"""Messages are Python logging; only the command line prints them."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from atoll.base import console
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The logger of a program that imports Atoll."""
+    logger = logging.getLogger("atoll")
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "handlers", [h for h in logger.handlers if not isinstance(h, console._Console)])
+        patch.setattr(logger, "propagate", True)
+        logger.setLevel(logging.NOTSET)
+        yield logger
+    logger.setLevel(logging.INFO)
+
+
+def test_a_library_does_not_print(
+    library: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    console.say("unheard")
+    with caplog.at_level(logging.INFO, "atoll"):
+        console.say("expert 0: finished")
+        console.say("  warning: a cluster is small")
+        progress = console.Progress("expert 0", 2, every=0)
+        for done in (1, 2):
+            progress(done)
+    levels = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
+    assert levels == [
+        ("INFO", "expert 0"),
+        ("WARNING", "  warning"),
+        ("INFO", "expert 0"),
+        ("INFO", "expert 0"),
+    ]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_command_line_prints_each_message_once(
+    library: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        console.show_messages()
+    console.say("100 % done")
+    logging.getLogger("atoll.serve").info("GET %s 200", "/version")
+    assert capsys.readouterr().out == "100 % done\nGET /version 200\n"
+
+
+def test_a_notebook_has_a_bar(library: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = pytest.importorskip("tqdm.auto")
+    made: list[object] = []
+
+    class Bar(bars.tqdm):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            made.append(self)
+            super().__init__(*args, disable=False, **kwargs)
+
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setattr(bars, "tqdm", Bar)
+    progress = console.Progress("expert 0", 10, done=4, unit="images")
+    progress(6, note="loss 0.5")
+    progress(10)
+    (bar,) = made
+    assert (bar.n, bar.total, bar.desc, bar.postfix) == (10, 10, "expert 0", "")  # type: ignore[attr-defined]
