@@ -17,6 +17,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from atoll.base.condition import Condition
@@ -98,6 +99,7 @@ def _joint(name: str) -> dict[str, Any]:
     return merged(TEXTS, {"network": {"family": name, "patch": 2}})
 
 
+WAYS = {"down": "DownEncoder", "up": "UpDecoder"}
 PLAIN = {"shift_factor": None}
 """An autoencoder whose latents are not shifted."""
 STUDENTS = {
@@ -273,6 +275,24 @@ def test_the_readme_tells_what_it_is(texts: Path, tmp_path: Path, capsys: pytest
     other.mkdir()
     (other / "model_index.json").write_text(json.dumps({"_class_name": "AtollPipeline"}))
     refused(command(capsys, *argv[:5], other), "holds something else")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_what_diffusers_alone_loads_is_the_hubs_to_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hub's program for such a model is these two calls."""
+    blocks = {f"{way}_block_types": (f"{kind}Block2D",) * 4 for way, kind in WAYS.items()}
+    vae = small_vae(tmp_path / "vae", **PLAIN, **blocks, block_out_channels=(4,) * 4)
+    data = {"vae": str(vae), "text_encoder": str(text_tower(tmp_path / "text")), "ingest": {"size": 256}}
+    with_student(tmp_path / "c", merged(TEXTS, {"data": data}))
+    argv = ["export", tmp_path / "c", "--model", "student", "--to", tmp_path / "out", "--no-picture"]
+    assert command(capsys, *argv, "--encoders", "copy").code == 0
+    head = yaml.safe_load((tmp_path / "out/README.md").read_text().split("---\n")[1])
+    assert head["library_name"] == "diffusers" and "diffusers" in head["tags"]
+    pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "out"), low_cpu_mem_usage=False)
+    assert pipe("a red square", num_inference_steps=2).images[0].size == (256, 256)
 
 
 def test_what_no_stock_pipeline_runs_is_refused_before_training(

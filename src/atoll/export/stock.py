@@ -47,7 +47,8 @@ DPM = {
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
 WITHOUT_VAE = 8
 """Factor between pictures and latents that diffusers' pipelines assume where there is no VAE."""
-PIXART = (32, 64, 128)
+PIXART = [(32, 8), (64, 8), (128, 8)]
+"""Sides of latents, and pixels of each, for which PixArt's pipeline has sizes of images."""
 DPM_REMARK = (
     "The scheduler is `DPMSolverMultistepScheduler`, because this pipeline does not run flow-matching ones."
     " Its step is Euler's, and it rounds times to thousandths."
@@ -174,8 +175,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     facts |= {"licence": request.licence} if request.licence else {}
     student = card.provenance.get("student", {})
     # The hub shows a program that gives a pipeline of diffusers its name and a prompt. PixArt's alone runs on
-    # that, and only for latents of these sizes.
-    alone = card.family == "pixart" and vae is not None and not outside and config["sample_size"] in PIXART
+    # that, and only for the published networks' sizes.
+    sides = config.get("sample_size"), _factor(vae)
+    alone = card.family == "pixart" and not outside and sides in PIXART
     text = render(
         "stock.md",
         "atoll.export",
