@@ -153,7 +153,7 @@ def test_texts_take_their_encoder_along(
 ) -> None:
     prompt = "latin small letter a, serif"
     said = command(capsys, "export", whole, "--to", tmp_path / "out")
-    assert said.code == 0 and "experts 0, 1 of 2" in said.out
+    assert said.code == 0 and "experts 0, 1 of 2" in said.out and said.err == ""
     parts = {"experts", "router", "scheduler", "text_encoder", "tokenizer"}
     assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == parts
     light = load(whole / "ensemble")  # finds its encoder by name

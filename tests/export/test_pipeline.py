@@ -1,5 +1,6 @@
 """A call of the pipeline: the pictures of `atoll sample`, whatever the batch, scheduler and precision."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.export.bank import ExpertBank
+from atoll.export.call import quiet_loading
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.bank import Bank
 from atoll.model.expert import RouterModel
@@ -228,3 +230,18 @@ def test_a_wrong_call_is_refused(pipe: AtollPipeline, monkeypatch: pytest.Monkey
     for call, words in WRONG:
         with pytest.raises(ConfigError, match=words):
             pipe(**{"class_labels": [0], **call})
+
+
+def test_loading_is_quiet_but_for_real_warnings() -> None:
+    logger, said = logging.getLogger("diffusers.pipelines.pipeline_utils"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with quiet_loading():
+            logger.warning("Expected types for text_encoder: T5, got Bert")
+            logger.warning("Expected types for vae: A, got B")
+        logger.warning("Expected types for text_encoder: later")
+    finally:
+        logger.removeHandler(handler)
+    assert said == ["Expected types for vae: A, got B", "Expected types for text_encoder: later"]

@@ -1,4 +1,7 @@
-"""Messages and progress. They go to the logger `atoll`, and the command line shows them on the console."""
+"""Messages and progress. They go to the logger `atoll`, and the command line shows them on the console.
+
+Elsewhere Python's own rules hold: unless a program asks for level INFO, only warnings reach standard error.
+"""
 
 import logging
 import sys
@@ -8,7 +11,6 @@ from contextlib import suppress
 from atoll.base.text import duration
 
 LOG = logging.getLogger("atoll")
-LOG.addHandler(logging.NullHandler())  # a library says nothing unless its user turns it on
 
 
 def say(message: str) -> None:

@@ -1,8 +1,10 @@
 """A pipeline's call: its arguments checked before a network runs, its conditions, its scheduler's times."""
 
 import inspect
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -172,6 +174,26 @@ def checked_latents(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     if not torch.isfinite(value).all():
         raise ConfigError(f"{name} holds numbers that are not finite", "look at where it comes from")
     return value
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Load a pipeline without diffusers' bar, and without its word on a text encoder of another class."""
+    from diffusers.utils import logging as bars
+
+    # An encoder need not be the class's usual one; all else that diffusers says stays.
+    def usual(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Expected types for text_encoder")
+
+    logger, shown = logging.getLogger("diffusers.pipelines.pipeline_utils"), bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    logger.addFilter(usual)
+    try:
+        yield
+    finally:
+        logger.removeFilter(usual)
+        if shown:
+            bars.enable_progress_bar()
 
 
 def set_times(scheduler: Any, steps: int) -> int:

@@ -11,6 +11,7 @@ from atoll.base.pictures import grid, png
 from atoll.campaign.assemble import Assembled, warn_of_missing
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
+from atoll.export.call import quiet_loading
 from atoll.export.encoders import Copied, by_name, check_encoders, copy_encoders
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.folder import MANIFEST, FolderWriter, defaults, read_manifest
@@ -104,7 +105,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
 
 def _picture(campaign: Campaign, root: Path) -> tuple[bytes, dict[str, Any]]:
     """Load what was written, and sample it: a PNG, and what the model card says below it."""
-    pipe = AtollPipeline.from_pretrained(root, encoders=campaign.config.encoders)
+    with quiet_loading():
+        pipe = AtollPipeline.from_pretrained(root, encoders=campaign.config.encoders)
     pipe.set_progress_bar_config(disable=True)
     if pipe.card.condition == "text":
         given = prompts(campaign, SHOWN) or [""]

@@ -26,6 +26,7 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
+from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import Card
@@ -234,10 +235,10 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
     import diffusers
 
     absent = [*stock.empty] + ["vae"] * ("vae" in stock.components and card.latents["name"] == "none")
-    diffusers.utils.logging.disable_progress_bar()
     kind = getattr(diffusers, stock.limits.pipeline)
     # diffusers warns of its own default where accelerate is not installed.
-    pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
+    with quiet_loading():
+        pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
     pipe.set_progress_bar_config(disable=True)
     arguments = call_arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign.config.sampling))
     texts = prompts(campaign, SHOWN) or [""]
