@@ -269,7 +269,13 @@ def test_a_fixed_setting_cannot_change(key: str, run: Run, made: Path) -> None:
 def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) -> None:
     text = (copy / "campaign.yaml").read_text()
     (copy / "campaign.yaml").write_text(text.replace("samples: 320", "samples: 321"))
-    refused(run("train", "router", copy), "budget.samples is 321", "was started with 320")
+    refused(
+        run("train", "router", copy),
+        "budget.samples is 321",
+        "was started with 320",
+        "runs cannot be made longer",
+        "data.path=",
+    )
 
 
 def test_what_cannot_be_trained(run: Run, made: Path) -> None:

@@ -15,7 +15,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
-from atoll.measure.evaluation import show_all, table
+from atoll.measure.listing import show_all, table
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
 from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation

@@ -54,7 +54,7 @@ def test_names_and_spellings() -> None:
     ("name", "hint"),
     [
         ("onec", "did you mean 'once'"),
-        ("top 1", "did you mean 'top-K'"),
+        ("top 1", "did you mean 'top-1'"),
         ("", "valid: "),
         ("top-0", "k = 0"),
         ("top-x", "'k'"),

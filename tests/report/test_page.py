@@ -182,6 +182,7 @@ def test_missing_pictures_leave_a_frame_and_large_ones_are_not_pixelated(whole: 
         ({"metric": {"name": "x", "distance": "Fréchet of x"}}, "The distance is the Fréchet of x."),
         ({"default": "top-2"}, "Ensemble distance17.00top-2, best and default: 0.85× the monolith’s"),
         ({"rows": 16.0}, "is closer to real images than the monolith: 0.80× its distance."),
+        ({"rows": 16.0}, "its distance. A step costs 4.00× the monolith’s."),
         ({"rows": 20.01}, "is as close to real images as the monolith."),
         ({"rows": 30.0}, "is further from real images than the monolith: 1.50× its distance."),
     ],
@@ -190,7 +191,9 @@ def test_what_a_comparison_says_of_itself_is_told(
     whole: Builder, page: Page, fields: dict[str, Any], words: str
 ):
     if distance := fields.get("rows"):
-        fields = {"rows": [{"name": "monolith", "distance": 20.0}, {"name": "once", "distance": distance}]}
+        monolith = {"name": "monolith", "distance": 20.0, "gflops_per_step": 0.5}
+        once = {"name": "once", "distance": distance, "gflops_per_step": 2.0}
+        fields = {"rows": [monolith, once]}
     assert words not in page.text() and words in Page.of(whole.compare(**fields)).text()
 
 

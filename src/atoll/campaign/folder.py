@@ -17,7 +17,7 @@ from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.formats import PartitionFile
-from atoll.store.location import is_url, local_path
+from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
 if TYPE_CHECKING:  # they take a second to import, which looking at a campaign does without
@@ -271,8 +271,10 @@ def _from_shell(assignment: str) -> str:
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
     # Equal trees are the rule, and comparing them costs nothing; to name a difference takes a walk.
     for key in [] if frozen == wanted else differences(CampaignConfig, frozen, wanted):
-        raise ConfigError(
-            f"{key} is {value_at(wanted, key)!r},"
-            f" but {store.location} was started with {value_at(frozen, key)!r}",
-            "put it back, or start a new campaign with 'atoll new'",
-        )
+        values = f"{value_at(wanted, key)!r}, but {store.location} was started with {value_at(frozen, key)!r}"
+        fix = "put it back, or start a new campaign with 'atoll new'"
+        if key == "budget.samples":
+            # Decay of the rate and half-life of the average are shares of a run: a longer one is another.
+            data = resolve(store.location, frozen["data"]["path"])
+            fix = f"runs cannot be made longer; reuse the data: atoll new DIR --set data.path={data}"
+        raise ConfigError(f"{key} is {values}", fix)

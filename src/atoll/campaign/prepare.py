@@ -61,7 +61,9 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
     dataset = job.run()
     if isinstance(source, dict) and config.data.weighted:
         weigh_sources(dataset, {name: settings.weight for name, settings in source.items()})
-    for line in lines(contents(store, rows=False)):
+    made = contents(store, rows=False)
+    made.columns.clear()  # `atoll data show` names them
+    for line in lines(made):
         say(line)
 
 

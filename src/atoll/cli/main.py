@@ -336,13 +336,14 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @SETS
 def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
-    from atoll.measure import evaluation
-
     if listed:
+        from atoll.measure.listing import show_all
+
         if campaign is None:
             raise AtollError("--list needs a campaign", "name it")
-        say(evaluation.show_all(open_campaign(campaign).store))
-        return
+        return say(show_all(open_campaign(campaign).store))
+    from atoll.measure import evaluation
+
     arguments, sets = evaluation.requested(options)
     if evaluation.spread(processes):
         return

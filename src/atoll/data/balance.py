@@ -36,7 +36,7 @@ class ShareBounds:
     @classmethod
     def of(cls, config: PartitionConfig) -> "ShareBounds | None":
         """What the settings ask for; None where they ask for nothing."""
-        if config.capacities is None and config.max_share is None and not config.min_share:
+        if config.capacities is config.max_share is config.min_share is None:
             return None
         low, high = np.zeros(config.k), np.ones(config.k)
         if config.capacities is not None:
@@ -44,7 +44,7 @@ class ShareBounds:
             low, high = wanted * (1 - config.tolerance), wanted * (1 + config.tolerance)
         if config.max_share is not None:
             high = np.minimum(high, config.max_share)
-        return cls(np.maximum(low, config.min_share), high)
+        return cls(np.maximum(low, config.min_share or 0), high)
 
     @classmethod
     def none(cls, k: int) -> "ShareBounds":

@@ -149,9 +149,7 @@ def _look_at_column(summary: Contents, name: str) -> None:
             summary.problems.append(f"column {name!r}: {store.name(key)} is missing")
 
     # The producer in words: its name, and what is short of the rest.
-    short = {
-        key: value for key, value in meta.producer.items() if isinstance(value, str | int | float | bool)
-    }
+    short = {k: v for k, v in meta.producer.items() if isinstance(v, str | int | float | bool) and v != ""}
     producer = str(short.pop("name", "not named"))
     if short:
         rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(short.items()))

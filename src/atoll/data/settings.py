@@ -294,7 +294,7 @@ class PartitionConfig(Config):
     """By how much of it a cluster may miss its part of `capacities`."""
     max_share: float | None = Field(default=None, gt=0, le=1)
     """Largest part of the training rows that a cluster may hold."""
-    min_share: float = Field(default=0.0, ge=0, lt=1)
+    min_share: float | None = Field(default=None, gt=0, lt=1)
     """Smallest part of them; 0.05 keeps small data sets from clusters of a few images."""
 
     @model_validator(mode="after")
@@ -309,9 +309,10 @@ class PartitionConfig(Config):
             raise ValueError(
                 f"partition.max_share={self.max_share:g} of {self.k} clusters does not hold all rows"
             )
-        if self.min_share * self.k > 1 or self.min_share > (self.max_share or 1):
+        least = self.min_share or 0.0
+        if least * self.k > 1 or least > (self.max_share or 1):
             raise ValueError(
-                f"partition.min_share={self.min_share:g} is more than {self.k} clusters can each hold"
+                f"partition.min_share={self.min_share} is more than {self.k} clusters can each hold"
             )
         return self
 

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
+from atoll.base.text import many
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,7 +205,7 @@ class Routing(Config):
         if self.null is None:
             return words
         null = "the network of shared pretraining" if self.null == PRETRAIN else self.null.describe()
-        return f"{words}; guidance's null branch by {null}"
+        return f"{words}; unconditional branch: {null}"
 
 
 RoutingField = Annotated[Routing, BeforeValidator(Routing.of), PlainSerializer(str, return_type=str)]
@@ -284,20 +285,18 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "top-k": Strategy(
         "top-K",
-        lambda r: (
-            f"the {r.k} likeliest experts at each step" if r.k > 1 else "the likeliest expert at each step"
-        ),
+        lambda r: f"the {f'{r.k} most likely experts' if r.k > 1 else 'most likely expert'} at each step",
         _top,
         ("k",),
         experts=lambda r: r.k,
         least=lambda r: r.k,
     ),
     "threshold": Strategy(
-        "threshold(P)", lambda r: f"all experts above {r.p:g} at each step", _threshold, ("p",)
+        "threshold(P)", lambda r: f"all experts with a probability above {r.p:g}", _threshold, ("p",)
     ),
     "sample-k": Strategy(
         "sample-K, sample-K(T)",
-        lambda r: f"{r.k} draws from the router at each step" if r.k > 1 else "one draw at each step",
+        lambda r: f"{many(r.k, 'expert')} drawn at each step",
         lambda r, p, u: draw(p, u),
         ("k", "temperature"),
         uniforms=lambda r: r.k,
@@ -305,18 +304,18 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "nucleus": Strategy(
         "nucleus(P), nucleus(P,T)",
-        lambda r: f"one draw at each step from the likeliest experts, which hold {r.p:g}",
+        lambda r: f"1 expert drawn at each step, of the most likely with {r.p:g} in total",
         _nucleus,
         ("p", "temperature"),
         uniforms=lambda r: 1,
         experts=lambda r: 1,
     ),
     "oracle": Strategy(
-        "oracle", lambda r: "the expert of the row's own cluster", experts=lambda r: 1, fixed=True
+        "oracle", lambda r: "the expert of the image's own cluster", experts=lambda r: 1, fixed=True
     ),
     "once": Strategy(
         "once, once(T)",
-        lambda r: "one expert drawn at the start of each picture, and kept",
+        lambda r: "1 expert drawn for each image, at its start",
         lambda r, p, u: draw(p, u),
         ("temperature",),
         uniforms=lambda r: 1,

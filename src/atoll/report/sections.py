@@ -39,10 +39,13 @@ NAMES = ("reference", "extractor", "code")
 def head(facts: Facts) -> dict[str, Any]:
     """The ring, the models that the tiles are about, runs that are not finished."""
     compared = facts.comparison
+    best, monolith = (compared.best, compared.row(BASE)) if compared else (None, None)
+    costs = [row.gflops_per_step for row in (best, monolith) if row is not None and row.gflops_per_step]
     return {
+        "cost": costs[0] / costs[1] if len(costs) == 2 else None,
         "ring": ring(facts.partition.sizes),
-        "monolith": compared.row(BASE) if compared else None,
-        "best": compared.best if compared else None,
+        "monolith": monolith,
+        "best": best,
         "default": compared.row(compared.default) if compared else None,
         "unfinished": [run for run in facts.runs if not run.finished],
     }
@@ -133,7 +136,7 @@ def learning(facts: Facts) -> dict[str, Any]:
             "Share of held-out rows whose cluster the router finds, at fixed times t",
             [Series("Router, accuracy", router.style, router.accuracy)],
             "accuracy",
-            [("always the largest cluster", max(shares))],
+            [("always the largest cluster, in training", max(shares))],
             share=True,
         ),
     }

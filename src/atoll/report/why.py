@@ -141,7 +141,7 @@ def _router(diagnosis: Diagnosis) -> dict[str, Chart | None]:
             "Accuracy and mean confidence of the router by time",
             [*splits("accuracy"), _line(diagnosis, "confidence", "mixture", "router", "confidence")],
             "share",
-            [("always the largest cluster", largest)],
+            [("always the largest cluster, of these rows", largest)],
             share=True,
         ),
         "calibration": by_time(

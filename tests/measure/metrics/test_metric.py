@@ -101,6 +101,25 @@ def test_the_reference_itself_is_perfect() -> None:
     assert far["precision"].value == far["recall"].value == 0.0
 
 
+def test_praise_of_noise_carries_a_note() -> None:
+    draws = np.random.default_rng(0)
+    reference = draws.normal(size=(600, 8)).astype(np.float32)
+    spot = (reference[:1] + 1e-3 * draws.normal(size=(600, 8))).astype(np.float32)
+    names = ["precision", "recall", "density", "coverage"]
+
+    def notes(samples: np.ndarray, of: np.ndarray) -> dict[str, str | None]:
+        how = How("x", "x", 8, len(samples), len(of), 8)
+        values = compute(names, how, Features(samples), Features(of))
+        return {name: values[name].note for name in names}
+
+    assert set(notes(draws.normal(size=(600, 8)).astype(np.float32), reference).values()) == {None}
+    told = notes(spot, reference)
+    lone = "with a recall of 0.0017 the samples may lie near a few images, as noise does"
+    assert told == {"precision": lone, "density": lone, "recall": None, "coverage": None}
+    few = notes(reference[:40], reference)
+    assert set(few.values()) == {"40 pictures on a side are few: their wide neighbourhoods may hold noise"}
+
+
 def test_axes_of_other_pictures_and_fewer_of_them() -> None:
     """A comparison fixes its components by training pictures, and takes the first of them."""
     samples, train = (RNG.normal(size=(30, 16)).astype(np.float32) for _ in range(2))
