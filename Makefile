@@ -1,5 +1,6 @@
 # make demo   the whole way on embedded data: a model of your own in minutes, and a page about it
 # make test   the tests, less the slow ones
+# make test-gpu  what needs a GPU
 # make lowest some tests with the lowest versions that pyproject.toml allows
 # make lint   ruff, mypy, import-linter
 # make docs   docs/ and the reference as a site, in site/
@@ -22,7 +23,7 @@ RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 # Where it is set, every process compiles all that it imports again: 25 s in place of 9, and the tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lowest lint docs clean
+.PHONY: demo test test-gpu lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -31,6 +32,10 @@ demo: $(BASE)
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 test: $(DEV)
 	$(BIN)/pytest -m "not slow" $(SPREAD)
+
+# On a machine with a GPU; all other tests hide it.
+test-gpu: $(DEV)
+	$(BIN)/pytest -m gpu tests/gpu
 
 # faiss 1.9 warns of its own import of numpy.
 OLD := -W "ignore:numpy.core:DeprecationWarning"

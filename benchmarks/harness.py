@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ import torch
 from scipy.stats import ttest_ind
 from torch import Tensor
 
+from atoll import __version__
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import Comparison
 from atoll.campaign.runs import runs_of
@@ -96,12 +98,16 @@ def asked(options: argparse.Namespace, name: str) -> bool:
 
 
 def measured(options: argparse.Namespace, cases: Mapping[str, Callable[[], Iterable[Row]]]) -> list[Row]:
-    """Rows of the cases that are asked for, each said when it is there: the whole may take an hour."""
+    """Rows of the cases that are asked for, each said when it is there: the whole may take an hour.
+
+    Ctrl-C ends the measuring and keeps what there is.
+    """
     rows = []
-    for measure in (measure for name, measure in cases.items() if asked(options, name)):
-        for line in measure():
-            print(f"  {line['case']}: {line['metric']} {line['value']:.4g}", flush=True)
-            rows.append(line)
+    with suppress(KeyboardInterrupt):
+        for measure in (measure for name, measure in cases.items() if asked(options, name)):
+            for line in measure():
+                print(f"  {line['case']}: {line['metric']} {line['value']:.4g}", flush=True)
+                rows.append(line)
     return rows
 
 
@@ -326,7 +332,10 @@ def finish(
         "benchmark": name,
         "command": command(),
         "machine": machine(),
-        "versions": {package: version(package) for package in ("atoll", "torch", "diffusers", "numpy")},
+        "versions": {
+            "atoll": __version__,
+            **{package: version(package) for package in ("torch", "diffusers", "numpy")},
+        },
         "rows": rows,
         "quick": options.quick,
         "load_before": [round(part, 2) for part in LOAD],

@@ -156,7 +156,8 @@ def router(setting: Setting) -> Router:
 
 def network(setting: Setting, dtype: torch.dtype | None = None) -> nn.Module:
     """An expert's network."""
-    made = family("pixart").build(setting.network, setting.shape)
+    with torch.device(setting.device):
+        made = family("pixart").build(setting.network, setting.shape)
     nn.Module.to(made, setting.device, dtype or setting.dtype)  # diffusers' own warns of nothing
     return made.eval().requires_grad_(False)
 

@@ -41,6 +41,12 @@ replace_popen()
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those of `make test-gpu`: bits are promised on a CPU with one thread."""
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file comes first: two workers would else end with one of them alone with it."""
     items.sort(key=lambda item: item.path.name != "test_wheel.py")
@@ -85,3 +91,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             whole_campaign(shared / "campaign")
             (shared / "made").touch()
     return Path(shutil.copytree(shared / "campaign", tmp_path_factory.mktemp("whole") / "campaign"))
+
+
+@pytest.fixture
+def told_to_leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the next run in this process get SIGTERM in its nth step, once."""
+    from atoll.train.state import Guard
+
+    def arrange(step: int) -> None:
+        admits, seen = Guard.admits, []
+
+        def signalling(guard: Guard, loss: float, norm: float) -> bool:
+            seen.append(loss)
+            if len(seen) == step:
+                signal.raise_signal(signal.SIGTERM)
+            return admits(guard, loss, norm)
+
+        monkeypatch.setattr(Guard, "admits", signalling)
+
+    return arrange

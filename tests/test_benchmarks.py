@@ -576,3 +576,17 @@ def test_a_loader_that_is_not_installed_is_left_out(
     assert missing == ["no_such_loader"]
     values = {(line["case"], line["metric"]): (line["value"], line["met"]) for line in lines}
     assert values["Atoll, resumed", "first batch"] == (1.5, False) and len(values) == 3
+
+
+def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines]) -> None:
+    found = call("gpu", "--device", "cpu", "--quick")
+    assert {case.split(",")[0] for case, _ in found} == {
+        "ceiling",
+        "step",
+        "rows",
+        "sampling",
+        "swapped",
+        "encoding",
+        "serving",
+    }
+    assert all(math.isfinite(line["value"]) and line["value"] > 0 for line in found.values())

@@ -1,13 +1,14 @@
 """What a network costs: operations by hand and by torch's counter on the CPU, memory by real tensors."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.campaign.budget import denoiser_flops
-from atoll.networks.cost import Footprint, count, empty_condition, footprint, saved_bytes
+from atoll.networks.cost import Float32Norms, Footprint, count, empty_condition, footprint, saved_bytes
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -155,7 +156,7 @@ def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bo
     def kept(batch: int) -> int:
         x = torch.randn(batch, shape.channels, 8, 8)
         t, cond = torch.rand(batch), empty_condition(shape, batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), Float32Norms() if bf16 else nullcontext():
             return saved_bytes(lambda: family(name).predict(network, x, t, cond), network)
 
     found = counted(name, bf16)

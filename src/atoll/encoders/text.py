@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.batch_invariant import make_batch_invariant
+from atoll.base.device import encoding_precision
 from atoll.base.errors import ConfigError
 from atoll.base.imports import lean_imports
 from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
@@ -55,15 +56,16 @@ class TextEncoder:
     @torch.inference_mode()
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`."""
-        # Captions of one length are encoded together, and none is padded before: kernels of another length
-        # would move the last bits of a caption's states.
+        # On a CPU captions of one length are encoded together, and none is padded before: kernels of another
+        # length would move the last bits of a caption's states. A GPU promises no bits.
         lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
-        for length in sorted({*lengths.tolist()} - {0}):
-            rows = (lengths == length).nonzero()[:, 0]
-            ids = tokens[rows, :length].long().to(self.device)
-            with torch.autocast(self.device.type, enabled=False):  # as where states are stored
-                encoded = self.network(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-            states[rows, :length] = encoded.float().cpu()
+        alike = sorted({*lengths.tolist()} - {0}) if self.device.type == "cpu" else [int(lengths.max())]
+        for length in alike:
+            rows = ((lengths == length) if self.device.type == "cpu" else lengths > 0).nonzero()[:, 0]
+            ids, real = tokens[rows, :length].long().to(self.device), mask[rows, :length]
+            with encoding_precision(self.device):  # as where states are stored, whatever training computes in
+                encoded = self.network(input_ids=ids, attention_mask=real.long().to(self.device))
+            states[rows, :length] = encoded.last_hidden_state.float().cpu() * real[..., None]
         return states
 
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:

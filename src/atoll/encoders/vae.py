@@ -10,9 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from atoll.base.device import encoding_precision, in_parts
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
 from atoll.encoders.registry import AUTOENCODERS, KNOWN, loading, weights_hash
+
+AT_ONCE = 4 * 2**20
+"""Pixels that an autoencoder takes at once: its activations need about 600 bytes for each, in bf16."""
 
 
 @dataclass
@@ -55,30 +59,39 @@ class Autoencoder:
         """Latents `(B, C, H, W)` float32 of pictures of one size (C is 1 for grey pixels without a VAE)."""
         if self.network is None:
             return _pixels(pictures)
-        images = _pixels([p.convert("RGB") for p in pictures]).to(self.device)
-        encoded = self.network.encode(images)  # type: ignore[operator]
-        # The mode, not a draw: a column must be the same whenever it is written. AutoencoderDC calls its
-        # output `latent`, AutoencoderTiny `latents`; neither has a posterior.
-        if hasattr(encoded, "latent_dist"):
-            z = encoded.latent_dist.mode()
-        else:
-            z = encoded.latent if hasattr(encoded, "latent") else encoded.latents
+        images, network = _pixels([p.convert("RGB") for p in pictures]), self.network
+
+        def encode(part: Tensor) -> Tensor:
+            with encoding_precision(self.device):
+                encoded = network.encode(part.to(self.device))  # type: ignore[operator]
+            # The mode, not a draw: a column must be the same whenever it is written. AutoencoderDC calls its
+            # output `latent`, AutoencoderTiny `latents`; neither has a posterior.
+            if hasattr(encoded, "latent_dist"):
+                z = encoded.latent_dist.mode()
+            else:
+                z = encoded.latent if hasattr(encoded, "latent") else encoded.latents
+            return z.float().cpu()  # type: ignore[no-any-return]
+
+        z = in_parts(encode, images, max(1, AT_ONCE // images[0, 0].numel()))
         mean, std = self._mean_and_std(z)
-        latents: Tensor = (z - mean) / std * self.scale
-        return latents.float().cpu()
+        return (z - mean) / std * self.scale
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels `(B, 3 or 1, H, W)` float32 of latents: in [-1, 1], or NaN where they are no number."""
         pixels = latents
         if self.network is not None:
-            z = latents.to(self.device) / self.scale
+            z, network = latents.to(self.device) / self.scale, self.network
             mean, std = self._mean_and_std(z)
             z = z * std + mean
+
+            def decode(part: Tensor) -> Tensor:
+                with encoding_precision(z.device):
+                    return network.decode(part).sample.float().cpu()  # type: ignore[no-any-return,operator]
+
             # On the CPU one by one: as fast, and convolutions of another batch size would move last bits.
-            parts = z.split(1 if z.device.type == "cpu" else max(1, len(z)))
-            decoded = torch.cat([self.network.decode(part).sample for part in parts])  # type: ignore[operator]
-            pixels = decoded.float().cpu()
+            area = z[0, 0].numel() * self.factor**2
+            pixels = in_parts(decode, z, 1 if z.device.type == "cpu" else max(1, AT_ONCE // area))
         # clamp() lets NaN pass but turns infinity into white.
         return pixels.clamp(-1, 1).masked_fill(~torch.isfinite(pixels), torch.nan)
 

@@ -102,15 +102,19 @@ class Checkpoint:
         return fill_network(build_network(load, config, weights, self.store.name(self.prefix)), weights)
 
     def expert(
-        self, device: torch.device | str = "cpu", average: Mapping[str, Tensor] | None = None
+        self,
+        device: torch.device | str = "cpu",
+        average: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Expert:
         """The network as a denoiser."""
-        card = self.card
-        return Expert(self.network(average).to(device), card.family, card.prediction, card.schedule, card)
+        # Not the class's own `to`, which warns of every change of type.
+        card, network = self.card, nn.Module.to(self.network(average), device, dtype)
+        return Expert(network, card.family, card.prediction, card.schedule, card)
 
-    def router(self, device: torch.device | str = "cpu") -> RouterModel:
+    def router(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> RouterModel:
         """The network as a router."""
-        return RouterModel(cast(Router, self.network().to(device)), self.card)
+        return RouterModel(cast(Router, nn.Module.to(self.network(), device, dtype)), self.card)
 
     def open_lazily(self) -> StoredExpert:
         """An expert whose weights are hashed now and read when they are wanted."""

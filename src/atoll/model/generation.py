@@ -3,7 +3,7 @@
 Imports no torch: settings hold both.
 """
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -55,7 +55,7 @@ class Generation(Config):
 
 
 class Residency(Config):
-    """How much memory experts may take while an ensemble samples. With nothing set all stay on the device."""
+    """Where experts lie while an ensemble samples, and as which numbers; with nothing set, on the device."""
 
     experts: int | None = Field(default=None, ge=1)
     """Most experts on the device. With `prefetch` there is one place more, which the next is brought into."""
@@ -67,6 +67,9 @@ class Residency(Config):
     """The same in bytes."""
     prefetch: bool = True
     """Whether the next expert is brought while one runs."""
+    dtype: Literal["auto", "float32", "bf16"] = "auto"
+    """Type of all networks' weights, in which they compute; `auto` is bf16 on a GPU, else as published. The
+    steps between them are in float32."""
 
     @property
     def limited(self) -> bool:

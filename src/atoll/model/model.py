@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
+from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.pictures import grid, picture_place, png, write_picture
 from atoll.base.safe_parse import read_json
@@ -151,7 +152,8 @@ class Model:
             source: a campaign, the folder of an assembled or exported ensemble, or a hub name. Encoders that
                 lie in the folder are taken from there.
             name: `ensemble`, or in a campaign a run on all the data, such as `monolith`.
-            residency: how many experts stay on the device; the others are brought when they are needed.
+            residency: how many experts stay on the device, and in which type of numbers all networks are; the
+                others are brought when they are needed.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
             trusted: public keys, one of which must have signed the exported folder or the one network; None
@@ -161,6 +163,8 @@ class Model:
             store = source
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
+        residency = residency or Residency()
+        dtype = weights_dtype(residency.dtype, device)
         if name != ENSEMBLE:
             if not name.isidentifier():  # it is a part of a path
                 fix = "name 'ensemble', or a run such as 'monolith'"
@@ -168,7 +172,7 @@ class Model:
             network = Checkpoint.of_run(store, name)
             if trusted is not None:
                 check_trusted(store, f"{network.prefix}/card.json", trusted)
-            model = cls(lambda: Bank([network.expert(device)]), network.card, device, generation)
+            model = cls(lambda: Bank([network.expert(device, dtype=dtype)]), network.card, device, generation)
             model._allowed = encoders
             return model
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
@@ -182,11 +186,11 @@ class Model:
 
         # Read when a picture is first drawn: a wrong prompt is then refused before gigabytes are.
         def bank() -> Bank:
-            pretrain = parts[PRETRAIN_PART].expert(device) if PRETRAIN_PART in parts else None
+            pretrain = parts[PRETRAIN_PART].expert(device, dtype=dtype) if PRETRAIN_PART in parts else None
             cards = {number: part.card for number, part in experts.items()}
             costs = Costs.of(router.card, cards, content.k, pretrain.card if pretrain else None)
             loaded = load_experts(experts, content.k, residency, device)
-            return Bank(loaded, router.router(device), absent, costs, pretrain)
+            return Bank(loaded, router.router(device, dtype), absent, costs, pretrain)
 
         if generation is None:  # as the folder's pipeline draws if a call says nothing else
             listed = [entry for entry in content.files if entry.path in (MODEL_INDEX, SCHEDULER)]
@@ -380,11 +384,12 @@ class Model:
 
 
 def load_experts(
-    parts: Mapping[int, Checkpoint], k: int, residency: Residency | None, device: torch.device | str
+    parts: Mapping[int, Checkpoint], k: int, residency: Residency, device: torch.device | str
 ) -> Networks:
     """All K experts on the device, or as many as the budget lets; None where one is not there."""
-    if residency is None or not residency.limited:
-        loaded = {number: part.expert(device) for number, part in parts.items()}
+    dtype = weights_dtype(residency.dtype, device)
+    if not residency.limited:
+        loaded = {number: part.expert(device, dtype=dtype) for number, part in parts.items()}
         return [loaded.get(number) for number in range(k)]
     stored = {number: part.open_lazily() for number, part in parts.items()}
-    return ResidentExperts([stored.get(number) for number in range(k)], residency, device)
+    return ResidentExperts([stored.get(number) for number in range(k)], residency, device, dtype)

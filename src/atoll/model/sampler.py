@@ -375,7 +375,7 @@ class Sampler:
             own, pictures = rows_of(logits, group), [self.rows[rows[p]] for p in group]
             labels, draws = None, own.new_empty(len(group), routing.uniforms)
             if routing.needs_labels:
-                labels = torch.tensor([row.label for row in pictures])
+                labels = torch.tensor([row.label for row in pictures], device=own.device)
             elif routing.uniforms:
                 # A stream for each branch and step: what a row draws depends on neither batch nor noise.
                 positions = [

@@ -2,18 +2,20 @@
 
 Operations are counted on torch's meta device, whose tensors have shapes and no data. Memory is a sum over
 parameters, and what autograd keeps for the backward pass: torch tells each such tensor through its hooks for
-saved tensors, on fake CPU tensors with autocast as in training. CUDA keeps a little more, because its layer
-norms give float32 there.
+saved tensors, on fake CPU tensors with autocast as on CUDA.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -113,7 +115,8 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
     def saved(batch: int) -> int:
         x = torch.empty(batch, shape.channels, *shape.largest)
         t, cond = torch.empty(batch), empty_condition(shape, batch)
-        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        cuda = Float32Norms() if bf16 else nullcontext()
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), cuda:
             # torch warns so of RMSNorm under autocast: float32 weights rule out its fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             return saved_bytes(lambda: call(network, x, t, cond), network)
@@ -133,6 +136,22 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
     return Footprint(
         total, max(sizes, default=0), total - sum(sizes), (2 if bf16 else 0) * total, each, kept + inside
     )
+
+
+class Float32Norms(TorchFunctionMode):
+    """Layer norms in float32, as under CUDA's autocast: its float32 results are kept beside their bf16 casts.
+
+    The CPU's autocast leaves them in bf16, which would be a tenth to a fifth too little memory.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not nn.functional.layer_norm:
+            return func(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            # Weights are float32 as it is.
+            return func(args[0].float(), *args[1:], **(kwargs or {}))
 
 
 def saved_bytes(run: Callable[[], Tensor], network: nn.Module) -> int:

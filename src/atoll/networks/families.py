@@ -168,6 +168,11 @@ class _Joint(Family):
         return cast(Tensor, output.sample)
 
 
+def _heads(attn: Any, tokens: Tensor, project: nn.Module, norm: nn.Module | None) -> Tensor:
+    heads: Tensor = project(tokens).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+    return heads if norm is None else cast(Tensor, norm(heads))
+
+
 class MaskedJointAttention:
     """What diffusers' `JointAttnProcessor2_0` computes, with a mask: that one takes one and forgets it.
 
@@ -181,18 +186,14 @@ class MaskedJointAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        def split(tokens: Tensor, project: nn.Module, norm: nn.Module | None) -> Tensor:
-            heads: Tensor = project(tokens).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-            return heads if norm is None else cast(Tensor, norm(heads))
-
         picture, text = hidden_states, encoder_hidden_states
         norms = (attn.norm_q, attn.norm_k, None)
         projections = zip((attn.to_q, attn.to_k, attn.to_v), norms, strict=True)
-        query, key, value = (split(picture, *parts) for parts in projections)
+        query, key, value = (_heads(attn, picture, *parts) for parts in projections)
         if text is not None:
             norms = (attn.norm_added_q, attn.norm_added_k, None)
             added = zip((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), norms, strict=True)
-            read = (split(text, *parts) for parts in added)
+            read = (_heads(attn, text, *parts) for parts in added)
             query, key, value = (
                 torch.cat(both, dim=2) for both in zip((query, key, value), read, strict=True)
             )
