@@ -20,6 +20,7 @@ BESIDE = {
     "examples/emoji/README.md": "examples/emoji.md",
     "examples/emoji/same-noise.png": "examples/same-noise.png",
     "examples/icons/README.md": "examples/icons.md",
+    "examples/quickstart.ipynb": "examples/quickstart.ipynb",
 }
 """Files of the repository by their places on the site."""
 

@@ -1,5 +1,7 @@
 """What a stranger needs to make the data of `examples/`."""
 
+import ast
+import contextlib
 import importlib.util
 import io
 import json
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+import atoll
 from helpers import ROOT
 
 RED = (255, 0, 0)
@@ -157,3 +160,36 @@ def test_icons_are_drawn_on_white_with_their_set_and_licence(
     assert half.min() == 0 and (half[:16] == 255).all() and (half[16:48, :32] == 0).all()
     assert (half[16:48, 33:] == 255).all() and (half[48:] == 255).all()
     assert "no set circles" in ended(icons, monkeypatch, capsys, *argv[1:], "--sets", "circles")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fewer letters with a tiny budget; each cell that shows something in the file does so here."""
+    create = atoll.create
+    few = {
+        "data": {"ingest": {"glyphs": {"limit": 240}}},
+        "partition": {"fine": 32},
+        "sampling": {"steps": 3},
+    }
+    small = lambda source, folder, settings, **more: create(source, folder, {**settings, **few}, **more)  # noqa: E731
+    monkeypatch.setattr(atoll, "create", small)
+    book = json.loads((ROOT / "examples/quickstart.ipynb").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAMPLES", "2000")
+    names: dict[str, Any] = {}
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells, 1):
+        assert cell["execution_count"] == number
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(tree, "cell", "exec"), names)
+            shown = (
+                [eval(compile(ast.Expression(last.value), "cell", "eval"), names)] if last is not None else []
+            )
+        kinds = [output["output_type"] for output in cell["outputs"]]
+        expected = ["execute_result"] * (bool(shown) and shown[0] is not None)
+        assert [kind for kind in kinds if kind != "stream"] == expected
+        assert ("stream" in kinds) == (bool(printed.getvalue()) and "print(" in "".join(cell["source"]))
+    assert len(names["pictures"]) == 12 and len(names["files"]) == 12
+    assert (tmp_path / "letters.png").read_bytes() == names["pictures"]._repr_png_()
