@@ -7,7 +7,8 @@ from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
 from atoll.base.pictures import picture_place
 from atoll.campaign.folder import Campaign
-from atoll.model.model import Model, Pictures
+from atoll.model.model import Model
+from atoll.model.pictures import Pictures
 
 
 def sample_campaign(

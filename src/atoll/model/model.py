@@ -4,9 +4,7 @@ It is the only way from prompts to pictures: the command line, the diffusers pip
 all call `Model.generate`, so one seed is one picture everywhere.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from atoll.base.condition import Condition
 from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, StoreError
-from atoll.base.pictures import grid, picture_place, png, write_picture
 from atoll.base.safe_parse import read_json
 from atoll.base.text import Size, many, parse_size
 from atoll.encoders.registry import check_known
@@ -40,6 +37,7 @@ from atoll.model.folder import (
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
+from atoll.model.pictures import Pictures
 from atoll.model.residency import ResidentExperts
 from atoll.store.manifest import read_file
 from atoll.store.signatures import check_trusted
@@ -48,62 +46,6 @@ from atoll.store.store import Store
 ENSEMBLE = "ensemble"
 REMEMBERED = 64
 """Texts whose states are kept: the empty one is wanted by every guided call."""
-
-
-@dataclass(frozen=True, repr=False)
-class Pictures(Sequence[Any]):
-    """Images by number, which expert served which step (None for one network), and how they were drawn.
-
-    `prompts` are what they show, an equal number of pictures of each one after the other.
-    """
-
-    images: list[Image.Image]
-    routing: Trace | None
-    generation: Generation
-    prompts: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, number: Any, /) -> Any:
-        return self.images[number]
-
-    def __repr__(self) -> str:
-        how, (width, height) = self.generation, self[0].size
-        drawn = f"{many(how.steps, 'step')}, guidance {how.guidance:g}, seed {how.seed}"
-        return f"{many(len(self), 'picture')} of {width}x{height}, {drawn}"
-
-    @property
-    def labels(self) -> list[str]:
-        """What each picture shows."""
-        each = len(self) // max(1, len(self.prompts))
-        return [prompt for prompt in self.prompts or ("",) for _ in range(each)]
-
-    def sheet(self) -> Image.Image:
-        """All of them with their prompts, a row of each prompt; small ones are magnified."""
-        each = len(self) // max(1, len(self.prompts))
-        scale = -(-128 // self[0].width)
-        return grid(self, min(each, 8) if each > 1 else 4, pad=6, labels=self.labels, scale=scale)
-
-    def _repr_png_(self) -> bytes:
-        return png(self.sheet())
-
-    def save(self, place: str | Path) -> list[Path]:
-        """Write a sheet, or into a folder (its name ends in a slash) a PNG of each; the files.
-
-        The ending of a sheet's name decides its format: .png, .jpg or .webp.
-        """
-        path, is_folder = picture_place(place)
-        files = {path: self.sheet()}
-        if is_folder:
-            names = [re.sub(r"\W+", "-", text)[:60].strip("-") for text in self.labels]
-            files = {
-                path / ("-".join(filter(None, (f"{n:04d}", name))) + ".png"): image
-                for n, (name, image) in enumerate(zip(names, self, strict=True))
-            }
-        for file, image in files.items():
-            write_picture(image, file)
-        return [*files]
 
 
 class Model:
