@@ -30,6 +30,7 @@ from atoll.cli.common import (
 )
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
+from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
 
 ASIDE = 3.0
@@ -410,41 +411,7 @@ def export(campaign: str, to: Path, experts: str | None, private: bool, **option
         say(f"pushed to {push_folder(root, request.push, private or None).repo_url}")
 
 
-@atoll.group()
-def keys() -> None:
-    """Keys that say who made a model: make one, sign with it."""
-
-
-@keys.command("new")
-@click.argument("key", metavar="FILE", type=LOCAL)
-def new_key(key: Path) -> None:
-    """Write a new private key, and print the public one to give away."""
-    from atoll.store.signatures import new_key as make
-
-    say(make(key))
-
-
-@keys.command("show")
-@click.argument("key", metavar="FILE", type=LOCAL)
-def show_key(key: Path) -> None:
-    """Print the public key of a private one."""
-    from atoll.store.signatures import public_key
-
-    say(public_key(key))
-
-
-@keys.command("sign")
-@click.argument("folder", metavar="FOLDER")
-@click.option("--key", type=LOCAL, required=True, help="Private key.")
-def sign(folder: str, key: Path) -> None:
-    """Sign an export, all that a campaign has published, or the folder of one run."""
-    from atoll.store.signatures import sign_folder
-
-    for name in sign_folder(folder, key):
-        say(f"signed {name}")
-
-
-for group in (aesthetics, concepts, data, dashboard, serve):
+for group in (aesthetics, concepts, data, dashboard, keys, serve):
     atoll.add_command(group)
 data.add_command(filter_rows)
 
