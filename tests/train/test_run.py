@@ -1,5 +1,6 @@
 """Islands that differ, other objectives in one ensemble, and stale columns."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +60,16 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
 
 
-def test_a_column_of_another_encoder_is_made_again(tmp_path: Path) -> None:
+def test_a_column_of_another_encoder_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A first try that failed left columns behind; settings that changed since must count."""
     text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 4}}
     folder = write_campaign(tmp_path / "c", {**text, "partition": {"k": 500}})
     with pytest.raises(PartitionError, match="K = 500"):
         prepare(Campaign.open(folder))
     assert Campaign.open(folder).dataset().column("text").meta.max_length <= 4
+    assert re.search(r"training sees 4 tokens of \d+ longer captions", capsys.readouterr().out)
     write_campaign(folder, {**text, "data": {"text_length": 12}})
     prepare(Campaign.open(folder))
     column = Campaign.open(folder).dataset().column("text")

@@ -27,7 +27,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, words) for tag, words in known if tag != _BOOL]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))
 
 
 def read_json(data: bytes | str) -> Any:
@@ -43,7 +43,7 @@ def read_yaml(text: bytes | str, where: str) -> Any:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text):,} bytes")
         try:
-            tree = yaml.load(text, _Loader)
+            tree = _Loader(text).get_single_data()
         except RecursionError:  # PyYAML lets it through
             raise ValueError(DEEP) from None
         # A few lines of aliases of aliases are billions of values, or one that holds itself.

@@ -241,9 +241,8 @@ def _check_sources(config: CampaignConfig, folder: Path | None) -> None:
         if path is None:
             continue
         if not path.exists():
-            raise ConfigError(
-                f"there is no {path}", "set data.source to a folder of images, a parquet file or glyphs"
-            )
+            fix = "set data.source to a folder of images, a parquet file or glyphs"
+            raise ConfigError(f"there is no {path}", fix)
         if folder is not None and path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"{folder} lies in the folder of images", "choose a folder outside it")
 

@@ -198,11 +198,11 @@ def _say_partition(partition: Partition, budget: Budget, config: CampaignConfig)
         cost = f", {inertia.clusters / inertia.free - 1:+.2%} for the limits" if inertia.free else ""
         say(f"  inertia {inertia.clusters:.4g}, of random clusters {inertia.random:.4g}{cost}")
     if pretrain := budget.get(Run("pretrain")):
-        steps = f"{pretrain.steps:,} steps of {pretrain.batch}"
+        steps = f"{many(pretrain.steps, 'step')} of {pretrain.batch}"
         say(f"  shared pretraining: {steps} on all rows, before the experts")
     router, monolith = budget[Run("router")], budget[Run("monolith")]
     say(
-        f"  router: {router.steps:,} steps of {router.batch}; experts + router"
+        f"  router: {many(router.steps, 'step')} of {router.batch}; experts + router"
         f"{' + pretraining' if pretrain else ''} cost {flops_ratio(budget):.3f} of the monolith's"
         f" {monolith.train_flops:.3g} FLOPs"
     )
@@ -214,7 +214,7 @@ def _say_partition(partition: Partition, budget: Budget, config: CampaignConfig)
 def _say_extra(run: Run, budget: Budget) -> None:
     part, share = budget[run], budget[run].train_flops / budget[Run("monolith")].train_flops
     costs = "with its teachers it costs" if run.kind.task == "distill" else "it costs"
+    steps = f"{many(part.steps, 'step')} of {part.batch}"
     say(
-        f"  {run.name}: {part.steps:,} steps of {part.batch} after the experts; {costs} {share:.3f} of the"
-        " monolith's FLOPs, beyond theirs"
+        f"  {run.name}: {steps} after the experts; {costs} {share:.3f} of the monolith's FLOPs, beyond theirs"
     )

@@ -36,7 +36,7 @@ class ShareBounds:
     @classmethod
     def of(cls, config: PartitionConfig) -> "ShareBounds | None":
         """What the settings ask for; None where they ask for nothing."""
-        if config.capacities is config.max_share is config.min_share is None:
+        if config.capacities is None and config.max_share is None and config.min_share is None:
             return None
         low, high = np.zeros(config.k), np.ones(config.k)
         if config.capacities is not None:

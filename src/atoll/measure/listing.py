@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import DataError
 from atoll.base.hashing import digest
 from atoll.base.table import Column, Table
 from atoll.base.text import columns
@@ -62,14 +62,8 @@ class Listing:
 def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> Listing:
     """Results side by side, one or more, with a warning for every field of the protocols that differs.
 
-    Fields that the table is about (`compared`), such as `routing` or `guidance`, become columns and may
-    differ; `ConfigError` for those of reference and extractor, which never may.
+    Fields that the table is about (`compared`), such as `routing`, become columns and may differ.
     """
-    allowed = {"steps", "guidance", "routing", "seed", "samples", "sampler", "conditions"}
-    for field in compared:
-        if field not in allowed:
-            what = f"results that differ in {field!r} are not compared"
-            raise ConfigError(what, f"use {', '.join(sorted(allowed))}")
     names = list(dict.fromkeys(name for result in results for name in result.values))
     protocols = [result.protocol.model_dump(mode="json") for result in results]
     rows = list[dict[str, Any]]()

@@ -8,7 +8,7 @@ not to see, in the manner of natural scene statistics (Mittal et al. 2012, BRISQ
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,29 +42,6 @@ class Reading(NamedTuple):
     state: Tensor
     levels: Tensor | None
     loss: Tensor
-
-
-class Reader(Protocol):
-    """Answers about pictures."""
-
-    width: int
-    frozen: bool
-    """Whether what `look` gives never changes, so that it is computed once."""
-
-    def producer(self) -> dict[str, Any]:
-        """What the backbone's answers depend on, but for what is trained."""
-
-    def look(self, pictures: Pictures) -> Any:
-        """What of pictures is read: one entry each."""
-
-    def __call__(self, seen: Any, whole: bool, levels: Tensor | None = None) -> Reading:
-        """Ask about pictures.
-
-        Args:
-            seen: what `look` gave of B pictures.
-            whole: ask for the whole, not for every dimension.
-            levels: right answers in training: `(B,)`, or `(B, N)` with -1 where unknown.
-        """
 
 
 def reader(backbone: str, scale: Scale, device: str = "cpu") -> "FeatureReader | LanguageReader":
