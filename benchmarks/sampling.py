@@ -13,8 +13,8 @@ one batch, the router included. With `once` and one resident expert it is one ca
 four batches, on both sides.
 
 CPU: S size, 64 tokens, batch 16 (quick: fewer blocks). Memory is the peak of a process of its own, less what
-it had before there was a network. GPU, where there is one: XL size, 256 tokens, bf16, batches of 64 and 1,
-50 steps (quick: B size, 10 steps).
+it had before there was a network.
+A GPU is measured by benchmarks/gpu.py.
 """
 
 import tempfile
@@ -104,19 +104,13 @@ def main() -> None:
     asked.add_argument("--threads", type=int, default=1, help="of the CPU")
     options = parsed(asked, peak)
     torch.set_num_threads(options.threads)
-    pairs, cases = options.pairs or (3 if options.quick else 7), dict[str, Callable[[], Iterator[Row]]]()
-    devices = {"CPU": CPU_QUICK if options.quick else CPU}
-    if torch.cuda.is_available():
-        devices["GPU"] = GPU_QUICK if options.quick else GPU
-    for name, setting in devices.items():
-        cases |= {
-            f"{name}, strategies": partial(against_monolith, name, setting, pairs),
-            f"{name}, number of experts": partial(number_of_experts, name, setting, pairs),
-            f"{name}, one resident": partial(one_resident, name, setting, pairs, options.threads),
-        }
-        if name == "GPU":
-            single = replace(setting, batch=1)
-            cases["GPU, batch 1"] = partial(against_monolith, "GPU, batch 1", single, pairs)
+    pairs = options.pairs or (3 if options.quick else 7)
+    setting = CPU_QUICK if options.quick else CPU
+    cases = {
+        "CPU, strategies": partial(against_monolith, "CPU", setting, pairs),
+        "CPU, number of experts": partial(number_of_experts, "CPU", setting, pairs),
+        "CPU, one resident": partial(one_resident, "CPU", setting, pairs, options.threads),
+    }
     rows = measured(options, cases)
     finish("sampling", rows, options, {"pairs": pairs, "threads": options.threads})
 

@@ -15,19 +15,16 @@ of the step; on two it does not, unless the step itself uses both. So the CPU is
 the first two). Validations and previews are left out: they are asked for by number, not per step. On a CPU
 that multiplies bf16 in hardware the whole loop is also measured in bf16, against the bare one in float32.
 
-With a GPU also DiT-XL/2 at 256 tokens (quick: DiT-B/2) in bf16: images and operations per second, the share
-of the measured speed of a large matrix product, and memory, with and without compile, average and
-recomputed activations.
+A GPU's steps are measured by benchmarks/gpu.py.
 """
 
 import contextlib
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -51,7 +48,6 @@ from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train import loop
 from atoll.train.rows import Batch, TrainingRows
-from atoll.train.state import Ema
 from atoll.train.tasks import DenoiserTask
 
 EVERY = 100  # steps of a turn that are timed, with one checkpoint among them
@@ -81,8 +77,6 @@ def main() -> None:
         if torch.cpu.get_capabilities().get("avx512_bf16"):
             case = f"{name}: 1 core, 1 thread, whole in bf16"
             cases[case] = partial(on_cores, case, None, 1, 1, pairs=pairs, precision="bf16", **network)
-    if torch.cuda.is_available():
-        cases["GPU"] = partial(accelerator, "B" if options.quick else "XL", pairs)
     rows = measured(options, cases)
     finish("training", rows, options, {"pairs": pairs, "steps_per_turn": EVERY})
 
@@ -101,9 +95,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def ratio_rows(
-    case: str, found: dict[str, Any], target: tuple[str, float] | None = ("<=", 1.05)
-) -> list[Row]:
+def ratio_rows(case: str, found: dict[str, Any], target: tuple[str, float] | None) -> list[Row]:
     """Both loops' milliseconds and their ratio."""
     return [
         median_row(case, "whole / bare, time per step", ratios(found["whole"], found["bare"]), target=target),
@@ -124,17 +116,12 @@ def measure(
     batch: int,
     threads: int,
     *,
-    bare: bool = True,
-    compiled: bool = False,
-    recompute: bool = False,
     precision: Literal["auto", "bf16"] = "auto",
-    average: bool = True,
     **network: Any,
 ) -> dict[str, Any]:
     """Seconds per step of both loops, in turn, on latents of `latents` pixels a side.
 
-    Without `bare` the whole loop alone is measured. `compiled` and `recompute` are of both loops, `precision`
-    and `average` of the whole one: the bare one has bf16 on a GPU only, and no average of the weights.
+    `precision` is of the whole one.
     """
     torch.set_num_threads(threads)
     settings = NetworkConfig(family="dit", patch=2, **network)
@@ -146,28 +133,22 @@ def measure(
         previews=0,
         checkpoint_every_s=6e07,
         milestones=pairs + 1,  # one in TURN steps
-        parallel={"compile": compiled, "checkpointing": recompute},  # type: ignore[arg-type]
     )
-    if not average:
-        loop.Ema = NoAverage  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as scratch:
         store = Store.open(scratch, create=True)
         dataset = random_latents(store.sub("data"), latents)
         shape = data_shape(dataset, "class")
         make = maker(settings, training, dataset, (pairs + 1) * TURN)
-        names = ("whole", "bare", "whole_work", "bare_work", "memory")
+        names = ("whole", "bare", "whole_work", "bare_work")
         found: dict[str, list[float]] = {name: [] for name in names}
         checkpoints = 0
         whole_turn(make, store.sub("monolith"), 0, FIRST)  # so that checkpoints come in the middle of turns
         for whole in in_turn((False, True), pairs):
             if whole:
                 seconds, work, written = whole_turn(make, store.sub("monolith"))
-                found["memory"].append(peak_memory())
                 checkpoints += written
-            elif bare:
-                seconds, work = bare_turn(make)
             else:
-                continue
+                seconds, work = bare_turn(make)
             found["whole" if whole else "bare"].append(seconds)
             found["whole_work" if whole else "bare_work"].append(work)
     if checkpoints != pairs:
@@ -176,7 +157,6 @@ def measure(
         **found,
         "checkpoints": checkpoints / pairs,
         "parameters": parameter_count(initial_network(settings, shape, 0)),
-        "train_flops": denoiser_flops(settings, shape).train * batch,
     }
 
 
@@ -210,17 +190,6 @@ def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, step
     return make
 
 
-class NoAverage(Ema):
-    """The weights themselves in place of their average: no memory, no work."""
-
-    def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
-        self.half_life, self.ramp = half_life, ramp
-        self.weights = {name: p.detach() for name, p in network.named_parameters()}
-
-    def update(self, samples: int, batch: int) -> None:
-        pass
-
-
 class Clocked:
     """A task that looks at the clock before its steps, and ends the turn as a user would: by a signal."""
 
@@ -245,7 +214,6 @@ def whole_turn(
     make: Make, run: Store, first: int = WARM, last: int = WARM + EVERY
 ) -> tuple[float, float, int]:
     """Seconds and processor seconds per step of the whole loop, and checkpoints written meanwhile."""
-    fresh()
     clocked = Clocked(make()[0], first, last)
     with contextlib.suppress(Interrupted):
         loop.train(clocked, run, "whole loop")
@@ -256,14 +224,9 @@ def whole_turn(
 
 def bare_turn(make: Make) -> tuple[float, float]:
     """Seconds and processor seconds per step of a bare loop."""
-    fresh()
     task, recipe = make()
     network, settings, device = task.network, recipe.train, own_device()
     batches = [task.batch(range(i * settings.batch, (i + 1) * settings.batch)).to(device) for i in range(8)]
-    if settings.parallel.checkpointing:
-        network.enable_gradient_checkpointing()  # type: ignore[operator]
-    if settings.parallel.compile:
-        network.compile()
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0, fused=True
     )
@@ -308,58 +271,6 @@ def now() -> Moment:
 def per_step(began: Moment, ended: Moment) -> tuple[float, float]:
     """Seconds and processor seconds of each of a turn's steps."""
     return (ended[1] - began[1]) / EVERY, (ended[2] - began[2]) / EVERY
-
-
-def fresh() -> None:
-    """Nothing compiled, and the peak of memory forgotten."""
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_memory() -> float:
-    """GiB that tensors on the GPU took at most since `fresh`; 0 without one."""
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-
-
-# The GPU.
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "compiled": {"compiled": True},
-    "not compiled": {},
-    "no average": {"compiled": True, "average": False, "bare": False},
-    "recomputed": {"compiled": True, "recompute": True, "bare": False},
-}
-
-
-def accelerator(size: str, pairs: int, batch: int = 64, latents: int = 32, side: int = 8192) -> Iterator[Row]:
-    """A DiT at 256 tokens in bf16, each variant in a process of its own."""
-    ceiling, threads = matrix_product(side), min(8, os.cpu_count() or 1)
-    yield row("matrix product", f"bf16, {side} x {side}", ceiling / 1e12, "TFLOP/s")
-    for name, variant in VARIANTS.items():
-        work = {"size": size, "latents": latents, "batch": batch, "pairs": pairs, **variant}
-        quiet = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        found = child(__file__, None, quiet, threads=threads, **work)
-        case = f"DiT-{size}/2, {name}"
-        speed = found["train_flops"] / statistics.median(found["whole"])
-        yield from ratio_rows(case, found) if found["bare"] else []
-        yield median_row(case, "images per second", [batch / s for s in found["whole"]], "1/s")
-        yield row(case, "operations", speed / 1e12, "TFLOP/s")
-        yield row(case, "share of the matrix product's", speed / ceiling)
-        yield row(case, "peak memory", max(found["memory"]), "GiB")
-
-
-def matrix_product(side: int, times: int = 20) -> float:
-    """Operations per second of a large bf16 matrix product: what this device reaches at best."""
-    device = own_device()
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(times + 3):
-        before = now()[1]
-        torch.mm(a, b)
-        seconds.append(now()[1] - before)
-    return 2 * side**3 / statistics.median(seconds[3:])
 
 
 if __name__ == "__main__":
