@@ -68,3 +68,13 @@ def test_a_notebook_has_a_bar(library: logging.Logger, monkeypatch: pytest.Monke
     progress(10)
     (bar,) = made
     assert (bar.n, bar.total, bar.desc, bar.postfix) == (10, 10, "expert 0", "")  # type: ignore[attr-defined]
+
+
+def test_what_takes_longer_than_a_second_has_seconds_and_no_rate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = iter([0.0, 32.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
+    with caplog.at_level("INFO", logger="atoll"):
+        console.Progress("shards", 20, unit="shards", every=0)(10)
+    assert "10/20 shards, 3.2 s each, 32 s left" in caplog.text
