@@ -399,9 +399,9 @@ print([DiTTransformer2DModel, PixArtTransformer2DModel] == mine, torch._dynamo.i
 @pytest.mark.slow
 def test_commands_that_only_look_import_little(tmp_path: Path):
     """Each heavy import is a second at every call; how many seconds is no test's business."""
-    from helpers import partitioned
+    from helpers import SMALL, assembled
 
-    folder = partitioned(tmp_path / "c").store.location
+    folder = str(assembled(tmp_path / "c", SMALL))
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["atoll"]
     module, function = script.split(":")
 
@@ -418,6 +418,13 @@ atexit.register(lambda: print("imported", *sorted({HEAVY} & set(sys.modules))))
 
     assert heavy(0, "--help") == heavy(0, "recipes") == heavy(0, "status", folder) == set()
     assert heavy(2, "new", str(tmp_path / "no"), "--set", "seed=x") == set()  # as `new`, but for the writing
+    assert "torch" in heavy(0, "launch", folder)  # the monolith is left to train
+    for finished in ("partition",), ("launch",), ("assemble",), ("data", "prepare"), ("train", "router"):
+        assert heavy(0, *finished, folder) == set(), finished
+    refused = ("launch", "no"), ("evaluate", folder, "--metrics", "frechett"), ("train", "expert", folder)
+    refused += (("sample", folder, "--routing", "top"), ("plan", folder, "--set", "sed=1"))
+    for command in refused:
+        assert heavy(2, *command) == set(), command
     assert heavy(0, "report", folder) & {"torch", "diffusers", "transformers", "faiss"} == set()
 
 

@@ -20,8 +20,9 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
 from atoll.flow.prediction import same_snr_time
 from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.expert import Expert
 from atoll.model.model import Model
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig

@@ -13,8 +13,8 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.model.bank import Bank
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS
 from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.networks.settings import DataShape

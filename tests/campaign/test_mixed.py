@@ -16,8 +16,9 @@ from atoll.export.pipeline import AtollPipeline
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import VPCosine
 from atoll.measure.comparison import compare
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.expert import Expert
 from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.networks.families import family

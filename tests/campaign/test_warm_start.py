@@ -19,8 +19,8 @@ from atoll.campaign.prepare import prepare
 from atoll.campaign.runs import RunPlan
 from atoll.launch.job import Job
 from atoll.launch.submit import launch_campaign, plan_jobs
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.report.facts import Facts
 from atoll.report.page import summary
@@ -247,7 +247,7 @@ def test_launch_hands_over_what_a_seed_left_behind(
     shutil.rmtree(tmp_path / "c/islands/0/init")
     started: list[Job] = []
     monkeypatch.setattr("atoll.launch.local.run", lambda jobs, gpus: started.extend(jobs))
-    monkeypatch.setattr("atoll.launch.submit.assemble", lambda campaign: None)
+    monkeypatch.setattr("atoll.campaign.assemble.assemble", lambda campaign: None)
     launch_campaign(campaign, None, False, Path())
     assert "pretrain" not in {job.name for job in started} and "expert 0" in {job.name for job in started}
     change(tmp_path / "c/islands/0/init/init.json", origin={"weights_sha256": "00" * 32})

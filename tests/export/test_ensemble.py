@@ -13,8 +13,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.export.bank import ExpertBank
 from atoll.export.ensemble import ExportRequest, export_campaign
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS
 from atoll.model.model import Model
 from atoll.store.store import Store
 from helpers import ROOT, assembled, command, refused

@@ -19,8 +19,8 @@ from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreErro
 from atoll.encoders.text import TextEncoder
 from atoll.export.bank import ExpertBank
 from atoll.export.pipeline import AtollPipeline
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS
 from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.networks.families import family

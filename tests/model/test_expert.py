@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from atoll.base.errors import PartitionError, StoreError
-from atoll.model.card import Card, check_together
+from atoll.model.card import WEIGHTS, Card, check_together
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS, Expert
+from atoll.model.expert import Expert
 from atoll.model.generation import Residency
 from atoll.model.residency import ResidentExperts
 from atoll.networks.families import family, kept_buffers

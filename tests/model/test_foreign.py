@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError
-from atoll.model.expert import WEIGHTS
+from atoll.model.card import WEIGHTS
 from atoll.model.foreign import INDEX, find, take_over
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig

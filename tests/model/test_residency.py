@@ -19,9 +19,10 @@ from torch._dynamo.testing import CompileCounter
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, StoreError
 from atoll.model.bank import Bank
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Costs
-from atoll.model.expert import WEIGHTS, Expert, FileWeights, Spec, StoredExpert
+from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
 from atoll.model.generate import Conditions, Sampling, by_expert, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.residency import ALIGNMENT, Layout, ResidentExperts

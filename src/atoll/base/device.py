@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from atoll.base.errors import ConfigError
+
+if TYPE_CHECKING:  # who only counts cores does without
+    import torch
+    from torch import Tensor
 
 
 def cores() -> int:
@@ -18,6 +20,8 @@ def cores() -> int:
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
     """Let torch use this many threads for a while; 0 is `OMP_NUM_THREADS`, else a share of the cores."""
+    import torch
+
     before, told = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(count or (int(told) if told.isdecimal() else 0) or max(1, share))
@@ -27,8 +31,10 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def named_device(name: torch.device | str | None) -> torch.device:
+def named_device(name: "torch.device | str | None") -> "torch.device":
     """The device of that name, or this process' own; `ConfigError` where torch cannot compute on it."""
+    import torch
+
     if name is None:
         return own_device()
     try:
@@ -40,8 +46,10 @@ def named_device(name: torch.device | str | None) -> torch.device:
     return device
 
 
-def own_device() -> torch.device:
+def own_device() -> "torch.device":
     """The device of this process: under `torchrun` each has a GPU of its own."""
+    import torch
+
     if not torch.cuda.is_available():
         return torch.device("cpu")
     # Products that stay in float32 (features, the router, the first layers) go through tensor cores in TF32:

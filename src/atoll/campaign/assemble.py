@@ -1,23 +1,35 @@
 """The ensemble from what has been published, complete or partial."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from atoll.base.console import say
-from atoll.base.errors import PartitionError
+from atoll.base.errors import PartitionError, StoreError
+from atoll.base.hashing import sha256
 from atoll.campaign.card_facts import model_card_facts
 from atoll.campaign.folder import Campaign
-from atoll.campaign.milestones import TrainingRun
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
 from atoll.model.card import Card, check_place, check_together
-from atoll.model.checkpoint import Checkpoint
-from atoll.model.folder import FolderWriter, defaults, parts_of
+from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.model.folder import (
+    MODEL_INDEX,
+    SCHEDULER,
+    FolderWriter,
+    defaults,
+    hashers,
+    part_of,
+    parts_of,
+    read_manifest,
+)
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
-from atoll.store.signatures import check_trusted
+from atoll.store.manifest import check_file
+from atoll.store.signatures import SUFFIX, check_trusted
+
+if TYPE_CHECKING:  # what is assembled already is seen without torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,16 @@ def assemble(
     guide = _guide(campaign) if early else None  # nothing is overwritten where it is missing
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
+    if _assembled(campaign, cards):
+        say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
+        return result
     writer = FolderWriter(store.sub("ensemble"), k)
     for run in cards:
         if run.role == PRETRAIN and guide is not None:
             writer.save(*guide)
         else:
             writer.copy(Checkpoint(store, run.network))
-    if not writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling)):
-        say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
-        return result
+    writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling))
     facts = model_card_facts(campaign, parts_of(writer.experts, cards[Run("router")], writer.pretrain))
     writer.finish(facts, name=f"{facts['name']}/ensemble")
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
@@ -88,11 +101,38 @@ def warn_of_missing(assembled: Assembled) -> None:
         say(f"  warning: partial: experts {names} are missing; their share goes to the others")
 
 
-def _guide(campaign: Campaign) -> tuple[nn.Module, Card]:
+def _assembled(campaign: Campaign, cards: Mapping[Run, Card]) -> bool:
+    """Whether `ensemble/` holds these very networks and signatures, whole, and draws as the settings say."""
+    store, sampling = campaign.store, campaign.config.sampling
+    try:
+        manifest = read_manifest(store)
+        index, scheduler = (store.get_json(f"ensemble/{file}") for file in (MODEL_INDEX, SCHEDULER))
+        with hashers() as pool:
+            list(pool.map(lambda entry: check_file(store, "ensemble", entry), manifest.files))
+    except StoreError:
+        return False
+    hashes = {entry.path: entry.sha256 for entry in manifest.files}
+    places = {f"{part_of(card)}/{CARD}": f"{run.network}/{CARD}" for run, card in cards.items()}
+    signed = [
+        [store.get(key + SUFFIX) if store.exists(key + SUFFIX) else b"" for key in pair]
+        for pair in ((f"ensemble/{mine}", theirs) for mine, theirs in places.items())
+    ]
+    return (
+        len(manifest.parts) == len(places)
+        and all(hashes.get(mine) == sha256(store.get(theirs)) for mine, theirs in places.items())
+        and all(mine == theirs for mine, theirs in signed)
+        and defaults(sampling).items() <= index.items()
+        and scheduler.get("shift") == sampling.shift
+    )
+
+
+def _guide(campaign: Campaign) -> "tuple[nn.Module, Card]":
     """Shared pretraining's network after `sampling.guide_share` of it, and its card.
 
     A worse model of the same data is a better guide (arXiv 2406.02507), so an early checkpoint may serve.
     """
+    from atoll.campaign.milestones import TrainingRun
+
     run, share = Run(PRETRAIN), campaign.config.sampling.guide_share
     training = TrainingRun.of(campaign.store, run.network, f"{run.folder}/run")
     milestone = training.at(share, training.steps)

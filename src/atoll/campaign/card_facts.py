@@ -9,7 +9,6 @@ from atoll.campaign.measured import Comparison
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE, SINGLE
 from atoll.campaign.runs import experts_of, read_partition
-from atoll.data.dataset import MANIFEST, WEIGHTS, DataSet
 from atoll.model.card import Card, check_together
 from atoll.model.checkpoint import Checkpoint
 
@@ -38,7 +37,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
     facts["partition"] = {key: getattr(partition, key) for key in ("method", "encoder", "sizes")}
     facts["data"] = {**_source(campaign, partition.k), "rows": partition.rows}
     if campaign.config.data.weighted and campaign.has_dataset():
-        facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
+        facts["data"]["weights"] = campaign.dataset().column("weights").meta.producer
     facts["data"]["clusters"] = of_clusters(store)
     for role in SINGLE:
         if (network := Checkpoint(store, f"{role}/expert")).published:
@@ -74,12 +73,14 @@ def prompts(campaign: Campaign, count: int) -> list[str]:
 
 
 def _source(campaign: Campaign, k: int) -> dict[str, Any]:
+    from atoll.data.dataset import DataSet
+
     # From the data set or, on a machine that has islands only, from an island's part of it.
     for prefix in (None, *(f"{run.folder}/data" for run in experts_of(k))):
         try:
             if prefix is None:
                 dataset = campaign.dataset()
-            elif campaign.store.exists(f"{prefix}/{MANIFEST}"):
+            elif campaign.store.exists(f"{prefix}/manifest.json"):
                 dataset = DataSet.open(campaign.store, prefix)
             else:
                 continue

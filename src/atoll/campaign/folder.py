@@ -190,10 +190,10 @@ class Campaign:
             )
         return dataset, partition
 
-    def has_dataset(self) -> bool:
-        """Whether there is a finished data set."""
+    def has_dataset(self, column: str = "") -> bool:
+        """Whether there is a finished data set, with a column if one is named."""
         with suppress(DataError):
-            return self.data_store().exists("manifest.json")
+            return self.data_store().exists(f"columns/{column}/column.json" if column else "manifest.json")
         return False
 
 

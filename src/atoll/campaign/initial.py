@@ -22,8 +22,9 @@ from atoll.campaign.roles import RUNS, Init
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
+from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.expert import WEIGHTS, settings_of
+from atoll.model.expert import settings_of
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
 from atoll.networks.families import family, initialise
 from atoll.networks.router import Router

@@ -11,7 +11,16 @@ from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import Checkpoints, init_source, initial_network, initial_router
-from atoll.campaign.runs import Run, RunPlan, experts_of, made_by, runs_of, training_columns, wanted_columns
+from atoll.campaign.runs import (
+    Run,
+    RunPlan,
+    experts_of,
+    made_by,
+    partition_finished,
+    runs_of,
+    training_columns,
+    wanted_columns,
+)
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
@@ -38,11 +47,9 @@ def make_islands(campaign: Campaign) -> Partition:
     store.sweep()
     if campaign.is_partitioned:
         partition = partitions.load(store)
-        say(f"partition: finished already, {partition.k} clusters of {sum(partition.sizes):,} training rows")
-        if campaign.has_dataset() and not partition.weighs_as(campaign.dataset()):
-            say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
         # Runs that the settings ask for only now.
-        if late := [run for run in runs_of(config) if run.kind.late and not store.exists(run.plan)]:
+        if not partition_finished(campaign):
+            late = [run for run in runs_of(config) if run.kind.late and not store.exists(run.plan)]
             # From what the islands hold: the data set that was cut may be gone by now.
             parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
             shape = RunPlan.read(store, Run("expert", 0).plan).shape

@@ -9,8 +9,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from atoll.base.console import say
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import Run
 from atoll.model.checkpoint import CARD
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
@@ -36,6 +39,14 @@ def publish_network(run: Store, log: Log, step: int, write: Callable[[Store, str
     except Fenced:
         run.delete(*run.list(prefix))  # the taker may have finished and removed all exports already
         raise
+
+
+def trained_already(campaign: Campaign, run: Run) -> bool:
+    """Whether a run has published, which is said; nothing of it is left half done then."""
+    if published := run.published(campaign.store):
+        remove_exports(campaign.store.sub(run.folder))
+        say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
+    return published
 
 
 def promote(store: Store, log: Log) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import AfterValidator, ConfigDict, Field
 
 from atoll.base.config import Config, loose_fields
-from atoll.base.errors import AtollError, PartitionError, nearest
+from atoll.base.console import say
+from atoll.base.errors import AtollError, ConfigError, PartitionError, nearest
 from atoll.base.format import File
 from atoll.campaign.roles import RUNS, Init, Role
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -18,6 +19,7 @@ from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # it imports torch, which status does without
+    from atoll.campaign.folder import Campaign
     from atoll.data.dataset import DataSet
 
 
@@ -52,6 +54,47 @@ class Run(NamedTuple):
     def network(self) -> str:
         """Folder of what it publishes."""
         return f"{self.folder}/expert"
+
+    def published(self, store: Store) -> bool:
+        """Whether its network is there, whose card is written last."""
+        return store.exists(f"{self.network}/card.json")
+
+
+def run_to_train(campaign: "Campaign", role: str, expert: int | None) -> Run:
+    """The run of this role and number; `ConfigError` or `PartitionError` if it cannot be trained."""
+    config, root = campaign.config, campaign.store
+    if role not in RUNS:
+        raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
+    run, k = Run(role, expert), config.partition.k
+    if run.kind.rows == "cluster" and (type(expert) is not int or not 0 <= expert < k):
+        problem = "no expert is named" if expert is None else f"there is no expert {expert!r}"
+        raise ConfigError(problem, f"give an expert from 0 to {k - 1}")
+    if run.kind.rows == "all" and expert is not None:
+        raise ConfigError(f"{role} is no expert and has no number", "leave expert out")
+    if not run.kind.planned(config):
+        why, fix = run.kind.absent
+        raise ConfigError(f"{root.location} {why}", fix)
+    if not root.exists(run.plan):
+        late = " with the same --set" if run.kind.late else ""
+        fix = f"run 'atoll partition {root.location}'{late} first"
+        raise PartitionError(f"{root.name(run.folder)} has no island.json", fix)
+    return run
+
+
+def partition_finished(campaign: "Campaign") -> bool:
+    """Whether the partition and all runs that the settings ask for are there; says so of the partition."""
+    if not campaign.is_partitioned:
+        return False
+    store, partition = campaign.store, read_partition(campaign.store)
+    say(f"partition: finished already, {partition.k} clusters of {sum(partition.sizes):,} training rows")
+    # Rows that all count alike, then and now, need no look.
+    weighed = partition.weights or partition.revision or campaign.has_dataset("weights")
+    if weighed and campaign.has_dataset():
+        from atoll.data import partition as partitions
+
+        if not partitions.load(store).weighs_as(campaign.dataset()):
+            say("  warning: the data set's weights have changed; this campaign keeps those it was cut with")
+    return all(store.exists(run.plan) for run in runs_of(campaign.config))
 
 
 def runs_of(config: CampaignConfig, planned: bool = False) -> list[Run]:

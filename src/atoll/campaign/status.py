@@ -241,7 +241,7 @@ class Observer:
                         status.seconds_left = left * status.batch / beat.speed
 
         # What came of it. A network without an entry was trained in a copy of the island.
-        if status.state != "published" and store.exists(f"{run.network}/card.json"):
+        if status.state != "published" and run.published(store):
             status.state = "published"
         if status.state == "published":
             status.phase = status.error = None

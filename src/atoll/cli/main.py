@@ -110,9 +110,12 @@ def partition(
 
         opt_out_stage(opened, opt_out, retrain)
     else:
-        from atoll.campaign.partition import make_islands
+        from atoll.campaign.runs import partition_finished
 
-        make_islands(opened)
+        if not partition_finished(opened):
+            from atoll.campaign.partition import make_islands
+
+            make_islands(opened)
 
 
 @atoll.command()
@@ -140,10 +143,11 @@ def plan(
         from atoll.cli.serve import size_up
 
         return size_up(campaign, sets, as_json)
+    opened = open_campaign(campaign, sets)
     from atoll.campaign.data_spec import data_spec
     from atoll.campaign.plan import lines, load_gpus, make_plan, must_fit
 
-    opened, kinds = open_campaign(campaign, sets), load_gpus(table)
+    kinds = load_gpus(table)
     outlook = make_plan(opened.config, data_spec(opened, rows), kinds, gpu, gpus)
     say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
     must_fit(outlook, kinds)
@@ -157,9 +161,16 @@ def plan(
 @SETS
 def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[str, ...]) -> None:
     """Train one network; the same command again goes on where it stopped."""
-    from atoll.train.run import train_run
+    from atoll.campaign.publication import trained_already
+    from atoll.campaign.runs import run_to_train
 
-    train_run(open_campaign(campaign, sets), what, expert, wait=wait)
+    opened = open_campaign(campaign, sets)
+    run = run_to_train(opened, what, expert)
+    # Pretraining that is finished may still have weights to hand over.
+    if what == "pretrain" or not trained_already(opened, run):
+        from atoll.train.run import train_run
+
+        train_run(opened, what, expert, wait=wait)
 
 
 @atoll.command()
@@ -178,9 +189,10 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
 )
 def adopt(campaign: str, **options: Any) -> None:
     """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
+    opened = open_campaign(campaign)
     from atoll.campaign.adopt import adopt as adopt_checkpoint
 
-    adopt_checkpoint(open_campaign(campaign), noise=options.pop("schedule"), **options)
+    adopt_checkpoint(opened, noise=options.pop("schedule"), **options)
 
 
 @atoll.command()
@@ -277,10 +289,11 @@ def sample(
     --set sampling.residency.experts=1, which keeps one expert on the device.
     """
     from atoll.base.safe_parse import read_lines
-    from atoll.campaign.sample import sample_campaign
 
     lines = [line.strip() for line in read_lines(listed)] if listed is not None else []
     opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
+    from atoll.campaign.sample import sample_campaign
+
     sample_campaign(opened, [*prompts, *filter(None, lines)], out, model, count, device)
 
 
@@ -294,11 +307,11 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
     Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
     range of every number, and the mean with its 95 % interval.
     """
+    opened = [open_campaign(campaign, sets) for campaign in campaigns]
     from atoll.measure.comparison import compare
     from atoll.measure.seeds import compare_seeds
     from atoll.store.store import Store
 
-    opened = [open_campaign(campaign, sets) for campaign in campaigns]
     if len(opened) == 1:
         compare(opened[0])
     else:
@@ -343,13 +356,17 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
         if campaign is None:
             raise AtollError("--list needs a campaign", "name it")
         return say(show_all(open_campaign(campaign).store))
-    from atoll.measure import evaluation
+    from atoll.measure import request
 
-    arguments, sets = evaluation.requested(options)
-    if evaluation.spread(processes):
-        return
+    arguments, sets = request.requested(options)
     opened = open_campaign(campaign, sets) if campaign is not None else None
-    evaluation.evaluate(opened, evaluation.alone(sets) if opened is None else None, **arguments)
+    config = request.alone(sets) if opened is None else opened.config.evaluate
+    request.check_metrics(config.metrics)
+    if request.spread(processes):
+        return
+    from atoll.measure.evaluation import evaluate as measure
+
+    measure(opened, config, **arguments)
 
 
 @atoll.command()
@@ -357,9 +374,10 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
 @SETS
 def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
+    opened = open_campaign(campaign, sets)
     from atoll.measure.diagnosis import stage
 
-    stage.diagnose(open_campaign(campaign, sets))
+    stage.diagnose(opened)
 
 
 @atoll.command()

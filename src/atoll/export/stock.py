@@ -29,9 +29,8 @@ from atoll.campaign.folder import Campaign
 from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
-from atoll.model.card import Card
+from atoll.model.card import WEIGHTS, Card
 from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
-from atoll.model.expert import WEIGHTS
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
 from atoll.model.model_card import shared_facts
 from atoll.model.opened import output_folder

@@ -13,17 +13,12 @@ from atoll.base.console import say
 from atoll.base.device import cores
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.safe_parse import expanded
-from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign, sets_loose
-from atoll.campaign.initial import copy_initial_weights, pretrain_finished
-from atoll.campaign.prepare import prepare
 from atoll.campaign.roles import BESIDE
-from atoll.campaign.runs import RunPlan, runs_of
+from atoll.campaign.runs import RunPlan, partition_finished, runs_of
 from atoll.campaign.settings.launch import Placement, Target
-from atoll.encoders.text import text_parameters
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
-from atoll.model.checkpoint import Checkpoint
 
 UNSEEN = ("launch.", "sampling.", "compare.")
 """Settings that no training run looks at."""
@@ -54,7 +49,11 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         making = []
     elif dry_run and not making and not campaign.is_partitioned:
         say("# first, on this machine: whatever is missing of the data set, then the partition")
-    if not dry_run and not making:
+    left = not all(run.published(campaign.store) for run in runs_of(campaign.config))
+    if not dry_run and not making and (left or not partition_finished(campaign)):
+        from atoll.campaign.initial import copy_initial_weights, pretrain_finished
+        from atoll.campaign.prepare import prepare
+
         prepare(campaign)
         if pretrain_finished(campaign):
             copy_initial_weights(campaign)  # it may have been stopped between its last step and this
@@ -88,6 +87,8 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     elif dry_run:
         say(f"$ {again}")
     else:
+        from atoll.campaign.assemble import assemble
+
         assemble(campaign)
 
 
@@ -169,9 +170,13 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
     `first` are names of jobs that all of them need.
     """
     config, store, jobs = campaign.config, campaign.store, list[Job]()
-    left = [run for run in runs_of(config) if not Checkpoint(store, run.network).published]
+    left = [run for run in runs_of(config) if not run.published(store)]
     plans = {run: RunPlan.read(store, run.plan) for run in runs_of(config) if store.exists(run.plan)}
-    encoder = 4 * (text_parameters(config.data.text_encoder) or 0) if config.encodes_text else 0
+    encoder = 0
+    if left and config.encodes_text:
+        from atoll.encoders.text import text_parameters
+
+        encoder = 4 * (text_parameters(config.data.text_encoder) or 0)
     # Loose settings are not frozen, so the runs would not know of them.
     loose = [setting for setting in campaign.overrides if sets_loose(setting)]
     sets = _options(setting for setting in loose if not setting.startswith(UNSEEN))

@@ -1,16 +1,11 @@
 """The evaluate stage: one point, of a model or of a folder of pictures, and all of them as a table."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.base.config import set_value
 from atoll.base.console import say
-from atoll.base.device import cores, using_threads
+from atoll.base.device import using_threads
 from atoll.base.errors import ConfigError
 from atoll.base.processes import joined
 from atoll.campaign.folder import Campaign
@@ -99,45 +94,3 @@ def evaluate(
         if new:
             say(f"wrote {store.name(key)}.json")
         return point
-
-
-# The command.
-
-
-def requested(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Arguments of `evaluate` that options of the command make, and the settings that they replace."""
-    given = {name: value for name, value in options.items() if value is not None}
-    generation = {name: given[name] for name in COMPARED if name in given}
-    of_model = [name for name in ("model", *generation, "samples") if name in given]
-    if "images" in given and of_model:
-        raise ConfigError(f"--{of_model[0]} is for a model, and --images is none", "leave one of them out")
-    shorthand = {name: given[name] for name in ("metrics", "extractor", "samples") if name in given}
-    sets = (*given["sets"], *(f"evaluate.{name}={json.dumps(value)}" for name, value in shorthand.items()))
-    rest: dict[str, Any] = {
-        name: given[name] for name in ("model", "images", "reference", "split", "out") if name in given
-    }
-    return {"generation": generation, **rest}, sets
-
-
-def alone(sets: Sequence[str]) -> EvaluateConfig:
-    """Settings without a campaign, out of `evaluate.KEY=VALUE`."""
-    tree: dict[str, Any] = {}
-    for assignment in sets:
-        if not assignment.startswith("evaluate."):
-            raise ConfigError(f"--set {assignment!r}: there is no campaign", "set evaluate.KEY=VALUE")
-        set_value(tree, assignment)
-    return EvaluateConfig.parse(tree.get("evaluate", {}), "--set evaluate")
-
-
-def spread(processes: int) -> bool:
-    """Run this very command on several processes of this machine, unless it is one of them; whether it was
-    run. A failure ends this process too."""
-    if processes == 1 or "WORLD_SIZE" in os.environ:
-        return False
-    command = [sys.executable, "-m", "atoll.launch.torchrun", "--nnodes", "1", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "-m", "atoll", *sys.argv[1:]]
-    environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return True

@@ -11,6 +11,8 @@ from atoll.encoders.registry import LatentProducer, Producer, TextProducer
 from atoll.flow.settings import Prediction
 from atoll.networks.settings import DataShape
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 LARGEST_K = 4096
 """Most clusters of a model."""
 Count = Annotated[int, Field(ge=0, le=10**15)]

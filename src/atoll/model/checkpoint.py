@@ -12,32 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from safetensors.torch import save as save_tensors
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, cast
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.base.safe_parse import read_json
-from atoll.model.card import Card
-from atoll.model.expert import (
-    REMEDY,
-    WEIGHTS,
-    Expert,
-    FileWeights,
-    RouterModel,
-    StoredExpert,
-    build_network,
-    fill_network,
-    settings_of,
-)
-from atoll.networks.families import family
-from atoll.networks.router import Router
+from atoll.model.card import REMEDY, WEIGHTS, Card
 from atoll.store.signatures import SUFFIX
 from atoll.store.store import Store
-from atoll.store.tensors import read_tensors
+
+if TYPE_CHECKING:  # what is published is seen without torch; networks are read with it
+    import torch
+    from torch import Tensor, nn
+
+    from atoll.model.expert import Expert, RouterModel, StoredExpert
+    from atoll.networks.router import Router
 
 CARD, CONFIG = "card.json", "config.json"
 FILES = (CONFIG, WEIGHTS, CARD)
@@ -90,12 +79,18 @@ class Checkpoint:
             raise self._foreign(CONFIG)
         return config
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
         """Settings and weights."""
+        from atoll.store.tensors import read_tensors
+
         return self.config(), read_tensors(self._weights(), self.store.name(f"{self.prefix}/{WEIGHTS}"))
 
-    def network(self, average: Mapping[str, Tensor] | None = None) -> nn.Module:
+    def network(self, average: "Mapping[str, Tensor] | None" = None) -> "nn.Module":
         """The network with its weights, some of them in place of its own (a milestone's), frozen."""
+        from atoll.model.expert import build_network, fill_network
+        from atoll.networks.families import family
+        from atoll.networks.router import Router
+
         config, weights = self.read()
         weights |= average or {}
         load = Router.from_config if self.card.role == "router" else family(self.card.family).load
@@ -103,21 +98,33 @@ class Checkpoint:
 
     def expert(
         self,
-        device: torch.device | str = "cpu",
-        average: Mapping[str, Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Expert:
+        device: "torch.device | str" = "cpu",
+        average: "Mapping[str, Tensor] | None" = None,
+        dtype: "torch.dtype | None" = None,
+    ) -> "Expert":
         """The network as a denoiser."""
+        from torch import nn
+
+        from atoll.model.expert import Expert
+
         # Not the class's own `to`, which warns of every change of type.
         card, network = self.card, nn.Module.to(self.network(average), device, dtype)
         return Expert(network, card.family, card.prediction, card.schedule, card)
 
-    def router(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> RouterModel:
+    def router(
+        self, device: "torch.device | str" = "cpu", dtype: "torch.dtype | None" = None
+    ) -> "RouterModel":
         """The network as a router."""
-        return RouterModel(cast(Router, nn.Module.to(self.network(), device, dtype)), self.card)
+        from torch import nn
 
-    def open_lazily(self) -> StoredExpert:
+        from atoll.model.expert import RouterModel
+
+        return RouterModel(cast("Router", nn.Module.to(self.network(), device, dtype)), self.card)
+
+    def open_lazily(self) -> "StoredExpert":
         """An expert whose weights are hashed now and read when they are wanted."""
+        from atoll.model.expert import FileWeights, StoredExpert
+
         card, key = self.card, f"{self.prefix}/{WEIGHTS}"
         path = self.store.path(key)
         weights = FileWeights(path)
@@ -129,17 +136,21 @@ class Checkpoint:
             raise self._foreign(WEIGHTS)
         return StoredExpert(self.config(), card.family, card.prediction, card.schedule, weights, card)
 
-    def write(self, network: nn.Module, weights: Mapping[str, Tensor], card: Card) -> Card:
+    def write(self, network: "nn.Module", weights: "Mapping[str, Tensor]", card: Card) -> Card:
         """Publish a network: settings and weights first, read back, then `card.json` if-absent.
 
         Raises:
             Conflict: a card is there already.
             StoreError: what was written reads back differently.
         """
+        from atoll.model.expert import settings_of
+
         return self._write(settings_of(network), _serialised(weights), card)
 
-    def save(self, network: nn.Module, card: Card) -> Card:
+    def save(self, network: "nn.Module", card: Card) -> Card:
         """Write a network over an earlier one; the same one that lies there is left alone."""
+        from atoll.model.expert import settings_of
+
         weights, settings = network.state_dict(), settings_of(network)
         data = _serialised(weights)
         # A pipeline may have been moved to 16 bits since: its card says so, and names other weights.
@@ -224,6 +235,8 @@ class Checkpoint:
 
 def check_safetensors(path: Path) -> None:
     """Refuse a file that is no safetensors or has not the size of its header; reads the header only."""
+    from atoll.model.expert import FileWeights
+
     with path.open("rb") as file:
         if file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
             raise StoreError(f"{path} is pickle, not safetensors", "convert the weights to safetensors")
@@ -240,6 +253,8 @@ def use_default_permissions(folder: Path) -> None:
                 shutil.copymode(like, path)
 
 
-def _serialised(weights: Mapping[str, Tensor]) -> bytes:
+def _serialised(weights: "Mapping[str, Tensor]") -> bytes:
+    from safetensors.torch import save as save_tensors
+
     on_host = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     return save_tensors(on_host, metadata={"format": "pt"})

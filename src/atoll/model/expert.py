@@ -24,12 +24,11 @@ from atoll.base.safe_parse import read_json
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
-from atoll.model.card import Card
+from atoll.model.card import REMEDY, Card
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.store import Absent
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +44,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
-REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 
 
 @dataclass

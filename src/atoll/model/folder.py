@@ -10,22 +10,23 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
-from torch import nn
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
-from atoll.model.card import LARGEST_K, Card
+from atoll.model.card import LARGEST_K, REMEDY, WEIGHTS, Card
 from atoll.model.checkpoint import CARD, Checkpoint
-from atoll.model.expert import REMEDY, WEIGHTS
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MANIFEST, MODEL_INDEX, README, PICTURE = "ensemble.json", "model_index.json", "README.md", "picture.png"
 EXPERTS = "experts.json"
@@ -164,17 +165,14 @@ class FolderWriter:
         self.router: Card | None = None
         self.pretrain: Card | None = None
         self.entries: list[FileEntry] = []
-        self.before: list[FileEntry] = []
-        with suppress(StoreError):
-            self.before = Manifest.read(folder, MANIFEST).files
 
     def copy(self, published: Checkpoint) -> None:
         """Copy an expert, the router or shared pretraining's network from where it was published."""
-        self.add(published.copy(Checkpoint(self.folder, _part(published.card))))
+        self.add(published.copy(Checkpoint(self.folder, part_of(published.card))))
 
-    def save(self, network: nn.Module, card: Card) -> Card:
+    def save(self, network: "nn.Module", card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""
-        self.add(card := Checkpoint(self.folder, _part(card)).save(network, card))
+        self.add(card := Checkpoint(self.folder, part_of(card)).save(network, card))
         return card
 
     def add(self, card: Card) -> None:
@@ -198,12 +196,8 @@ class FolderWriter:
         self._put(SCHEDULER, to_json({"_class_name": kind, **settings}))
         return "diffusers", kind
 
-    def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:
-        """Write what lists the parts, remove experts that are none of them, and hash all files.
-
-        Returns:
-            Whether any file is another one than the last manifest names.
-        """
+    def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+        """Write what lists the parts, remove experts that are none of them, and hash all files."""
         # diffusers wants every component of the class in the index, null where there is none.
         others = {name: list(components.get(name, (None, None))) for name in OTHERS}
         index = {
@@ -232,7 +226,6 @@ class FolderWriter:
         keys = [key for key in self.folder.list() if key == MODEL_INDEX or key.split("/")[0] in parts]
         with hashers() as pool:
             self.entries = list(pool.map(lambda key: entry_of(self.folder, ".", key), keys))
-        return self.entries != self.before
 
     def finish(self, about: Mapping[str, Any], picture: bytes | None = None, name: str = "FOLDER") -> None:
         """Write the model card and its picture (a PNG; None removes it), and the manifest last."""
@@ -266,5 +259,6 @@ def hashers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1))
 
 
-def _part(card: Card) -> str:
+def part_of(card: Card) -> str:
+    """Where a network lies in the folder."""
     return {"router": "router", PRETRAIN: PRETRAIN_PART}.get(card.role, f"experts/{card.island}")

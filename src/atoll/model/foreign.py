@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
-from atoll.model.expert import WEIGHTS, FileWeights
+from atoll.model.card import WEIGHTS
+from atoll.model.expert import FileWeights
 from atoll.networks.families import kept_buffers
 from atoll.store.store import Absent
 

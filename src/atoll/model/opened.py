@@ -10,9 +10,8 @@ from typing import Any, Literal
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES
-from atoll.model.card import Card, check_place, check_together
+from atoll.model.card import REMEDY, Card, check_place, check_together
 from atoll.model.checkpoint import PICKLES, Checkpoint, check_safetensors
-from atoll.model.expert import REMEDY
 from atoll.model.folder import (
     BANK,
     EXPERTS,

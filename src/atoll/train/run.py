@@ -8,14 +8,12 @@ from pathlib import Path
 
 from torch import nn
 
-from atoll.base.console import say
 from atoll.base.device import own_device
-from atoll.base.errors import ConfigError, PartitionError, nearest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
-from atoll.campaign.publication import KEY, remove_exports
+from atoll.campaign.publication import KEY, trained_already
 from atoll.campaign.roles import RUNS
-from atoll.campaign.runs import Recipe, Run, RunPlan
+from atoll.campaign.runs import Recipe, RunPlan, run_to_train
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig
@@ -40,23 +38,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         PartitionError: there is no partition, or the run needs weights or experts that are not there.
         ConfigError: no such run, or a tracker is wanted whose package or key is not there.
     """
-    # Refuse a run that this campaign does not have.
-    config, root = campaign.config, campaign.store
-    if role not in RUNS:
-        raise ConfigError(f"there is no role {role!r}", nearest(role, RUNS))
-    run, k = Run(role, expert), config.partition.k
-    if run.kind.rows == "cluster" and (type(expert) is not int or not 0 <= expert < k):
-        problem = "no expert is named" if expert is None else f"there is no expert {expert!r}"
-        raise ConfigError(problem, f"give an expert from 0 to {k - 1}")
-    if run.kind.rows == "all" and expert is not None:
-        raise ConfigError(f"{role} is no expert and has no number", "leave expert out")
-    if not run.kind.planned(config):
-        why, fix = run.kind.absent
-        raise ConfigError(f"{root.location} {why}", fix)
-    if not root.exists(run.plan):
-        late = " with the same --set" if run.kind.late else ""
-        fix = f"run 'atoll partition {root.location}'{late} first"
-        raise PartitionError(f"{root.name(run.folder)} has no island.json", fix)
+    run, config, root = run_to_train(campaign, role, expert), campaign.config, campaign.store
 
     # An expert opens its own folder and nothing else, so that its island needs no other; the runs on all rows
     # read the islands' shards by path.
@@ -65,10 +47,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     plan = RunPlan.read(store, "island.json")
     own = run.kind.rows == "cluster"
     dataset = DataSet.open(store, "data") if own else DataSet.open(root, f"{run.folder}/data")
-    if Checkpoint(store, "expert").published:
-        remove_exports(store)
-        say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
-    else:
+    if not trained_already(campaign, run):
         check_trackers(config.tracking)
         if key := os.environ.get(KEY):
             public_key(Path(key))  # a wrong one is told now, and not when all is trained

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import atoll.measure.metrics as package
-from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.measured import MeasuredValue
 from atoll.encoders.vision import VisionEncoder
 from atoll.measure.metrics.projection import Axes
 from atoll.measure.pictures import F32, F64, Features, Scorer
+from atoll.measure.request import check_metrics
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
     Raises:
         ConfigError: an unknown metric, one of another extractor, or one that captions are missing for.
     """
+    check_metrics(names)
     known = metrics()
     if names.strip() == "all":
         return [n for n, m in known.items() if m.only in (None, kind) and (captioned or not m.captions)]
@@ -102,8 +104,6 @@ def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
             fix = "use frechet, or --extractor inception"
             raise ConfigError("FID is the distance on Inception's features", fix)
         name = {"fid": "frechet"}.get(name, name)
-        if name not in known:
-            raise ConfigError(f"unknown metric {name!r}", nearest(name, list(known)))
         metric = known[name]
         if metric.only not in (None, kind):
             raise ConfigError(f"{name} needs {metric.only} as its extractor", "give it: --extractor NAME")
