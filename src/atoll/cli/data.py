@@ -98,6 +98,9 @@ for stage, summary in SHARDED.items():
     def _sharded(
         context: click.Context, campaign: str, workers: int, part: str | None, sets: tuple[str, ...]
     ) -> None:
+        name, opened = context.command.name, open_campaign(campaign, sets)
+        if name == "prepare" and opened.is_partitioned:
+            return say("data set: finished already, and cut into clusters")
         from atoll.campaign import prepare
         from atoll.data.job import Part
 
@@ -113,8 +116,7 @@ for stage, summary in SHARDED.items():
                     *(word for setting in sets for word in ("--set", setting)),
                 )
 
-        name = context.command.name
-        opened, own = open_campaign(campaign, sets), None if part is None else Part.parse(part)
+        own = None if part is None else Part.parse(part)
         if name == "prepare":
             prepare.prepare_data(opened, own, share)
         else:
