@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from atoll.base.device import cores, using_threads
+from atoll.base.cores import cores
+from atoll.base.device import using_threads
 
 
 @pytest.mark.parametrize("told", ["", "3,2", "none", "²", "0"])

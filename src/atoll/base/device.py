@@ -3,25 +3,17 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from atoll.base.cores import cores
 from atoll.base.errors import ConfigError
-
-if TYPE_CHECKING:  # who only counts cores does without
-    import torch
-    from torch import Tensor
-
-
-def cores() -> int:
-    """Cores that this process is bound to, by `taskset`, a container's cpuset or Slurm; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
     """Let torch use this many threads for a while; 0 is `OMP_NUM_THREADS`, else a share of the cores."""
-    import torch
-
     before, told = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(count or (int(told) if told.isdecimal() else 0) or max(1, share))
@@ -31,10 +23,8 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def named_device(name: "torch.device | str | None") -> "torch.device":
+def named_device(name: torch.device | str | None) -> torch.device:
     """The device of that name, or this process' own; `ConfigError` where torch cannot compute on it."""
-    import torch
-
     if name is None:
         return own_device()
     try:
@@ -46,10 +36,8 @@ def named_device(name: "torch.device | str | None") -> "torch.device":
     return device
 
 
-def own_device() -> "torch.device":
+def own_device() -> torch.device:
     """The device of this process: under `torchrun` each has a GPU of its own."""
-    import torch
-
     if not torch.cuda.is_available():
         return torch.device("cpu")
     # Products that stay in float32 (features, the router, the first layers) go through tensor cores in TF32:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from atoll.base.console import say
-from atoll.base.device import cores
+from atoll.base.cores import cores
 from atoll.base.errors import AtollError
 from atoll.base.text import duration
 from atoll.campaign.settings.launch import Placement

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from atoll import launch
 from atoll.base.console import say
-from atoll.base.device import cores
+from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.safe_parse import expanded
 from atoll.campaign.folder import Campaign, sets_loose

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from atoll.base.config import set_value
-from atoll.base.device import cores
+from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, nearest
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.measure.listing import COMPARED
