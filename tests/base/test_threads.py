@@ -30,5 +30,5 @@ def test_what_is_asked_for_comes_before_what_the_environment_says(
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound on this system")
 def test_a_process_bound_to_a_core_counts_one() -> None:
     bound = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})"
-    code = f"{bound}; from atoll.base.device import cores; print(cores())"
+    code = f"{bound}; from atoll.base.cores import cores; print(cores())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "1"
