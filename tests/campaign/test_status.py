@@ -248,6 +248,7 @@ def test_large_numbers_fit_on_the_screen() -> None:
     assert max(map(len, text)) <= WIDTH
     assert "64x a-v" in text[1] and text[1].endswith("…")
     assert any("this machine's clock" in line for line in text)
+    assert "Done: 33% of 1e+21 training FLOPs; 0 of 1 runs published; about 4.6h left at this speed." in text
 
 
 def test_a_store_that_can_only_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

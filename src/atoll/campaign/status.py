@@ -108,6 +108,17 @@ class CampaignStatus:
         """Whether all runs are published."""
         return all(run.state == "published" for run in self.runs)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until all is trained, if as much goes on side by side as now; None while nothing trains."""
+        rates = [
+            run.speed * run.train_flops / (run.steps * run.batch)
+            for run in self.runs
+            if run.speed and run.steps and run.batch
+        ]
+        left = sum(run.train_flops - run.done_flops for run in self.runs)
+        return left / sum(rates) if sum(rates) else None
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, operations."""
         return {
@@ -121,6 +132,7 @@ class CampaignStatus:
                 "done": sum(run.done_flops for run in self.runs),
                 "all": sum(run.train_flops for run in self.runs),
             },
+            "seconds_left": self.seconds_left,
             "bytes": asdict(self.transfer),
             "attention": [run.name for run in self.bad],
         }
@@ -315,10 +327,11 @@ def lines(status: CampaignStatus) -> list[str]:
     published = sum(run.state == "published" for run in runs)
     # Rounded down, as in `_row`: 100% is said of finished work alone.
     share = f"{int(100 * done / whole)}% of {whole:.3g} training FLOPs; " if whole else ""
+    left = "" if status.seconds_left is None else f"; about {_age(status.seconds_left)} left at this speed"
     out, back = size(sent.data_out), size(sent.networks_in)
     text += [
         "",
-        f"Done: {share}{published} of {len(runs)} runs published.",
+        f"Done: {share}{published} of {len(runs)} runs published{left}.",
         f"Exchanged: data out to {sent.islands} of {islands} islands {out}; {sent.networks} of {islands + 1} "
         f"networks in {back};",
         f"  between islands while they train {size(sent.between_islands)}.",
