@@ -124,7 +124,7 @@ def test_prompts_become_pictures(whole: Path, tmp_path: Path, capsys: pytest.Cap
     monolith = sampled(whole, tmp_path / "m.png", "--seed", "1", "--model", "monolith")
     assert first.shape == monolith.shape and (first != monolith).any()
     sampled(whole, tmp_path / "d.png", "--routing", "Threshold(.1)")
-    assert capsys.readouterr().out.strip().endswith("6 pictures, 3 steps, guidance 2, threshold(0.1)")
+    assert capsys.readouterr().out.strip().endswith("3 steps, guidance 2, seed 0, ensemble, threshold(0.1)")
 
 
 # `atoll compare`.

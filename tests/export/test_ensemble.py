@@ -178,7 +178,9 @@ def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
     refused(
-        command(capsys, "sample", whole, "word " * 40, "--out", tmp_path / "x.png"), "tokens", "would be lost"
+        command(capsys, "sample", whole, "word " * 600, "--out", tmp_path / "x.png"),
+        "tokens",
+        "would be lost",
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from atoll.train.preemption import Interrupted
 from PIL import Image
 
 from atoll.base.device import own_device
+from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
 from atoll.campaign.plan import OVERHEAD, denoiser_footprint, mode
 from atoll.data.samples import data_shape

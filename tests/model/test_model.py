@@ -142,8 +142,8 @@ def test_a_new_strategy_is_one_entry(model: Model, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(STRATEGIES, "weakest", entry)
     routing = Routing.named("weakest every 2 null weakest")
     assert str(routing) == "weakest every 2 null weakest" and routing.experts_per_step(K) == 1
-    assert Routing.named("once null pretrain").describe().endswith("by the network of shared pretraining")
-    assert routing.describe().startswith("the least likely expert, asked every 2 steps; guidance")
+    assert Routing.named("once null pretrain").describe().endswith("the network of shared pretraining")
+    assert routing.describe().startswith("the least likely expert, asked every 2 steps; ")
     assert [one.tobytes() for one in drawn(model, routing="weakest")] != [
         one.tobytes() for one in drawn(model, routing="top-1")
     ]

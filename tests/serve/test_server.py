@@ -256,7 +256,7 @@ def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
     told("cannot listen", sets=["host=no.such.host.invalid"])
     refused(command(capsys, "serve", folder, "--port", "70000"), "'port'", "65535")
     refused(command(capsys, "serve", folder, "--host", "no.such.host.invalid"), "cannot listen")
-    told("cannot be read", keys="absent")
+    told("cannot read", keys="absent")
     (tmp_path / "short").write_text("abc\n")
     told("16 characters", keys="short")
     told("residency.bytes", sets=["port=0", "residency.bytes=10"])

@@ -77,7 +77,7 @@ def assemble(
     guide = _guide(campaign) if early else None  # nothing is overwritten where it is missing
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
-    if _assembled(campaign, cards):
+    if _assembled(campaign, cards, guide and guide[1]):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
     writer = FolderWriter(store.sub("ensemble"), k)
@@ -101,7 +101,7 @@ def warn_of_missing(assembled: Assembled) -> None:
         say(f"  warning: partial: experts {names} are missing; their share goes to the others")
 
 
-def _assembled(campaign: Campaign, cards: Mapping[Run, Card]) -> bool:
+def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None) -> bool:
     """Whether `ensemble/` holds these very networks and signatures, whole, and draws as the settings say."""
     store, sampling = campaign.store, campaign.config.sampling
     try:
@@ -113,12 +113,23 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card]) -> bool:
         return False
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
     places = {f"{part_of(card)}/{CARD}": f"{run.network}/{CARD}" for run, card in cards.items()}
+    parts = len(places)
+    if guide is not None:
+        # A checkpoint has no card of its own to be a copy of: all that is known of it must agree.
+        place = f"{part_of(guide)}/{CARD}"
+        theirs, there = guide.model_dump(mode="json"), f"ensemble/{place}"
+        mine = store.get_json(there) if place in hashes else {}
+        if any(mine.get(key) != value for key, value in theirs.items() if value) or store.exists(
+            there + SUFFIX
+        ):
+            return False
+        del places[place]
     signed = [
         [store.get(key + SUFFIX) if store.exists(key + SUFFIX) else b"" for key in pair]
         for pair in ((f"ensemble/{mine}", theirs) for mine, theirs in places.items())
     ]
     return (
-        len(manifest.parts) == len(places)
+        len(manifest.parts) == parts
         and all(hashes.get(mine) == sha256(store.get(theirs)) for mine, theirs in places.items())
         and all(mine == theirs for mine, theirs in signed)
         and defaults(sampling).items() <= index.items()

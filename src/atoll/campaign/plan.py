@@ -26,6 +26,7 @@ from atoll.campaign.data_spec import DataSpec, row_bytes, token_bytes
 from atoll.campaign.roles import BASELINE, RUNS
 from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.train import ParallelConfig
 from atoll.encoders.text import text_parameters
 from atoll.networks.cost import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
 from atoll.networks.families import family
@@ -100,11 +101,24 @@ class Mode:
         """All bytes on one GPU."""
         return self.state + self.copies + self.activations + OVERHEAD
 
+    def settings(self, local_batch: int) -> list[str]:
+        """What `train.parallel` must say for it, beyond its defaults."""
+        return [
+            *["strategy=fsdp"] * self.sharded,
+            *["checkpointing=true"] * self.checkpointing,
+            *[f"micro_batch={self.micro_batch}"] * (self.micro_batch < local_batch),
+        ]
+
 
 def mode(
-    counted: Footprint, gpus: int, micro_batch: int, sharded: bool = False, checkpointing: bool = False
+    counted: Footprint,
+    gpus: int,
+    micro_batch: int,
+    sharded: bool = False,
+    checkpointing: bool = False,
+    accumulates: bool = False,
 ) -> Mode:
-    """Bytes on each of `gpus` GPUs at `micro_batch` samples at once."""
+    """Bytes on each of `gpus` GPUs at `micro_batch` samples at once, which may be a part of a step's."""
     parts = gpus if sharded else 1
     each = counted.checkpointed if checkpointing else counted.activations
     # A validation keeps a copy of the weights where a step keeps its activations; the larger one counts.
@@ -114,6 +128,8 @@ def mode(
         # FSDP2 prefetches: the block in hand and the next one are whole, and what lies outside of blocks.
         gathered = counted.outer_parameters + 2 * counted.block_parameters
         copies = min(counted.parameters, gathered) * WEIGHTS
+        # Between micro-batches it keeps whole gradients, and divides them after the last.
+        copies += GRADIENTS * counted.parameters * (sharded and accumulates)
     return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)
 
 
@@ -125,7 +141,7 @@ def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | N
         for checkpointing, sharded in product((False, True), (False, True)[: 1 + (gpus > 1)]):
             micro = batch
             while micro >= least:
-                way = mode(counted, gpus, micro, sharded, checkpointing)
+                way = mode(counted, gpus, micro, sharded, checkpointing, micro < batch)
                 if way.total <= memory:
                     return way
                 micro = math.ceil(micro / 2) if micro > 1 else 0
@@ -142,6 +158,7 @@ class RunCost:
     footprint: Footprint
     gpus: int  # that it uses: at most one for each sample of a step
     gpu: Gpu
+    parallel: ParallelConfig
     beside: float = 0.0  # bytes on every GPU for networks that do not learn: teachers, a text encoder
 
     @property
@@ -151,8 +168,17 @@ class RunCost:
 
     @cached_property
     def mode(self) -> Mode | None:
-        """How it runs; None if it does not fit."""
-        return choose(self.footprint, self.gpus, self.local_batch, self.gpu.memory - self.beside)
+        """How it runs: as the settings say, else the fastest way that fits; None if none does."""
+        room, own = self.gpu.memory - self.beside, self.as_set
+        return own if own.total <= room else choose(self.footprint, self.gpus, self.local_batch, room)
+
+    @property
+    def as_set(self) -> Mode:
+        """The way of `train.parallel`."""
+        at_once = min(self.local_batch, self.parallel.micro_batch or self.local_batch)
+        sharded = self.parallel.strategy == "fsdp" and self.gpus > 1
+        way = (sharded, self.parallel.checkpointing, at_once < self.local_batch)
+        return mode(self.footprint, self.gpus, at_once, *way)
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -277,7 +303,7 @@ def make_plan(
         if run.kind.task == "route":
             arguments = tuple(router_arguments(config, data.shape).items())
             bf16 = config.router.train.precision != "float32"
-            memory = _router_footprint(arguments, data.shape, bf16)
+            memory, train = _router_footprint(arguments, data.shape, bf16), config.router.train
         else:
             network, train = config.denoiser(run.role, run.expert)
             memory = denoiser_footprint(network, data.shape, train.precision != "float32")
@@ -285,7 +311,8 @@ def make_plan(
         # The monolith would have the GPUs of all islands, at one site.
         there = gpus * len(data.sizes) if run.kind.counted == "baseline" else gpus
         encoding = float(WEIGHTS * (encoder or 0))
-        costs[run] = RunCost(run, part, rows, memory, min(there, part.batch), gpu, encoding)
+        there = min(there, part.batch)
+        costs[run] = RunCost(run, part, rows, memory, there, gpu, train.parallel, encoding)
     parts = [cost for run, cost in costs.items() if run.kind.assembled]
     experts = [cost for cost in parts if cost.run.expert is not None]
     trained = runs_of(config)
@@ -371,10 +398,13 @@ def _router_footprint(arguments: tuple[tuple[str, int], ...], shape: DataShape, 
 def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
     """`ConfigError` that names what would fit, if a run does not; the monolith's cluster is only imagined."""
 
-    # The least memory a run can take: one sample at a time, in every way that there is.
+    # The least memory a run can take: one sample at a time, or all of a step's, which keeps no gradients
+    # in between.
     def least(cost: RunCost, gpus: int) -> float:
-        ways = product((False, True)[: 1 + (gpus > 1)], (False, True))
-        return min(mode(cost.footprint, gpus, 1, *way).total for way in ways) + cost.beside
+        ways, batch = product((False, True)[: 1 + (gpus > 1)], (False, True)), -(-cost.budget.batch // gpus)
+        sizes = {1: batch > 1, batch: False}
+        each = (mode(cost.footprint, gpus, n, *way, sizes[n]).total for way in ways for n in sizes)
+        return min(each) + cost.beside
 
     for cost in (*plan.own, *plan.beside):
         if cost.mode is not None or cost.run.role == BASELINE:
@@ -456,6 +486,12 @@ def lines(plan: Plan) -> list[str]:
         memory.append({"run": title, "batch": cost.local_batch, **sizes, "how_it_runs": how})
     shown += ["", f"GiB on each GPU ({plan.gpu_name} has {gpu.memory_gib:g}), the whole batch at once:"]
     shown += text(Table("memory", "", MEMORY, memory))
+    for title, cost in titled:
+        if cost.run.kind.assembled and cost.mode and cost.mode != cost.as_set:
+            found = cost.mode.settings(cost.local_batch)
+            where = "router.train" if cost.run.kind.task == "route" else "train"
+            sets = " ".join(f"--set {where}.parallel.{setting}" for setting in found)
+            shown.append(f"{title}: {sets}")
 
     sent, known = plan.transfer, plan.transfer.data_out is not None
     moved = [

@@ -34,6 +34,6 @@ def sample_campaign(
         drawn = model(prompts, count)
     for place in out:
         drawn.save(place)
-        routing = "" if drawn.routing is None else f" {drawn.generation.routing}"
-        say(f"wrote {place}: {drawn} by {name}{routing}")
+        routing = "" if drawn.routing is None else f", {drawn.generation.routing}"
+        say(f"wrote {place}: {drawn}, {name}{routing}")
     return drawn

@@ -101,7 +101,9 @@ class IngestJob(ShardedJob[DataSet]):
         """Take possession of the folder, and find mode and sizes of the pictures."""
         key, where = join(self.folder, _NOTE), self.store.name(self.folder)
         if not self.store.exists(key):
-            if self.store.list(self.folder) and not self.store.exists(join(self.folder, MANIFEST)):
+            # The note again, since another task may have begun meanwhile.
+            known = (join(self.folder, MANIFEST), key)
+            if self.store.list(self.folder) and not any(map(self.store.exists, known)):
                 raise DataError(f"{where} is not empty and holds no data set", "choose an empty folder")
             mode = self.config.mode if self.config.mode != "auto" else _find_mode(self.source)
             buckets = list[Size]()

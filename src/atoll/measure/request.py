@@ -1,14 +1,15 @@
 """What `atoll evaluate` is asked for, seen before torch is there."""
 
+import ast
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import atoll.measure.metrics as package
 from atoll.base.config import set_value
 from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, nearest
@@ -18,9 +19,11 @@ from atoll.measure.listing import COMPARED
 
 def metric_names() -> list[str]:
     """Names of all metrics, out of the text of their modules, which import torch."""
-    texts = [file.read_text("utf-8") for file in files("atoll.measure.metrics").iterdir() if file.is_file()]
-    lists = [names for text in texts for names in re.findall(r"^    names = \((.*)\)$", text, re.MULTILINE)]
-    return [name for names in lists for name in re.findall(r'"([^"]+)"', names)]
+    texts = [path.read_text("utf-8") for folder in package.__path__ for path in Path(folder).glob("*.py")]
+    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    fields = [part for kind in classes for part in kind.body if isinstance(part, ast.Assign)]
+    values = [field.value for field in fields if ast.unparse(field.targets[0]) == "names"]
+    return [name for value in values for name in ast.literal_eval(value)]
 
 
 def check_metrics(wanted: str) -> None:

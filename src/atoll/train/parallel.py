@@ -58,7 +58,11 @@ class StepSharding:
     def wrap(self, step: Step) -> Step:
         """The step, with the exchange of gradients that DDP adds."""
         alone = self.group.size == 1 or self.config.strategy == "fsdp"
-        return step if alone else DistributedDataParallel(_Step(self.network, step))
+        if alone:
+            return step
+        # Gradients lie in the buckets that are sent: as tensors of their own they would be there twice.
+        module = _Step(self.network, step)
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def parts(self, begin: int) -> list[range]:
         """Positions of this process's micro-batches in the step that begins at a position."""
