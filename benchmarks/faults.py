@@ -102,8 +102,8 @@ def aesthetics(options: argparse.Namespace, scratch: Path) -> None:
                 seen, unseen = written(photographs, crops, seed, Path(folder), shared)
                 torch.manual_seed(seed)
                 scorer = Scorer(SCALE, BACKBONE)
-                scorer.fit(seen, replace(training, seed=seed))
-                found.append(evaluate_stage(scorer, unseen))
+                trained = scorer.fit(seen, replace(training, seed=seed))
+                found.append(evaluate_stage(scorer, unseen, trained))
                 pictures = [unseen.open(n) for n in range(min(256, len(unseen)))]
                 backbone = scorer.reader.encoder.encode
                 speeds = ratios(*paired([partial(backbone, pictures), partial(scorer.scores, pictures)], 5))

@@ -230,10 +230,10 @@ class Child:
         return self.out.read_text()
 
     def errors(self) -> list[str]:
-        """Lines of error; a traceback is none."""
+        """Lines of error, or of an interruption; a traceback is none."""
         said = self.said()
         assert "Traceback" not in said, said
-        return [line for line in said.splitlines() if line.startswith("error: ")]
+        return [line for line in said.splitlines() if line.startswith(("error: ", "interrupted: "))]
 
 
 class Nursery:

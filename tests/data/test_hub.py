@@ -19,10 +19,12 @@ from helpers_data import encoded
 
 FIRST, SECOND = "1" * 40, "2" * 40
 READ = """
-import json, sys
+import json, logging, sys
 from atoll.base.errors import AtollError
 from atoll.data.sources.hub import open_hub
 from atoll.data.settings import RowOptions
+logging.getLogger("atoll").setLevel("INFO")
+logging.basicConfig()
 for name in sys.argv[1:]:
     try:
         source = open_hub(name, RowOptions())

@@ -36,7 +36,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "guidance": [-1.0, float("nan"), float("inf"), 1e7, "2"],
     "seed": [-1, 2**63, 1.5, [1]],
     "routing": ["best", "oracle", "top-0", "top-9", "once without 0,1,2", "once without 7", "x" * 201, 1],
-    "model": ["gpt-image-1", "ensemble:best of all", "monolith"],
+    "model": ["gpt-image-1", "ensemble:best of all", "student"],
     "response_format": ["png"],
     "output_format": ["gif"],
     "output_compression": [101],
@@ -50,7 +50,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 WRONG = [{name: value} for name, values in WRONG_VALUES.items() for value in values]
 WRONG += [{"stream": True, "partial_images": 4}, {"stream": True, "response_format": "url"}]
-NOT_FOUND = ("gpt-image-1", "monolith")
+NOT_FOUND = ("gpt-image-1", "student")
 BODIES = [
     b"",
     b"null",
@@ -88,7 +88,7 @@ class Soak:
         self.server = self.start()
 
     def start(self) -> Server:
-        sets = ("--set", f"port={self.port}", "--set", "queue=12", "--keys", str(self.keys))
+        sets = ("--port", str(self.port), "--set", "queue=12", "--keys", str(self.keys))
         return Server(self.folder, *sets)
 
     def draw(self) -> None:
