@@ -40,9 +40,9 @@ def draw_photos(folder: Path) -> Path:
 
 
 def script() -> str:
-    """The script of README that begins with `import atoll`."""
+    """The script of README that creates a campaign."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    return next(block for block in blocks if block.startswith("import atoll\n"))
+    return next(block for block in blocks if "atoll.create(" in block)
 
 
 @pytest.fixture(scope="module")

@@ -184,12 +184,14 @@ def test_fewer_bits_change_little(dtype: torch.dtype, pipe: AtollPipeline) -> No
 
 
 def test_parts_pass_from_one_pipeline_to_another(
-    pipe: AtollPipeline, caplog: pytest.LogCaptureFixture
+    pipe: AtollPipeline, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    caplog.set_level("INFO", logger="atoll")
     other = AtollPipeline(**pipe.components)
     other.set_progress_bar_config(disable=True)
     other.enable_attention_slicing()
-    assert "attention slicing changes nothing" in caplog.text
+    # On the console once a command has run in this process, else where Python's logging goes.
+    assert "attention slicing changes nothing" in caplog.text + capsys.readouterr().out
     assert torch.equal(latents(pipe, [0]), latents(other, [0], num_inference_steps=4))
 
 
