@@ -1,5 +1,6 @@
 """Autoencoders: latents are `(z - shift) * scale` of the posterior mode, and come back."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from atoll.base.errors import ConfigError
+from atoll.data.encode import origin
 from atoll.encoders.vae import autoencoder, autoencoder_of
 from helpers_export import small_vae
 
@@ -142,3 +144,9 @@ def test_a_folder_that_holds_something_else(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "NoSuchThing"}')
     with pytest.raises(ConfigError, match="cannot load the VAE"):
         autoencoder(str(tmp_path))
+
+
+def test_the_device_is_no_part_of_what_made_a_column(tmp_path: Path) -> None:
+    """Workers with GPUs and a machine without one may make the shards of one column."""
+    here = autoencoder(str(small_vae(tmp_path)))
+    assert origin(replace(here, device="cuda:0")) == origin(here)

@@ -17,11 +17,12 @@ from atoll.encoders.vision import VisionEncoder
 
 
 def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
-    """What made a column, and how; by the hashes in 16 bits, copies that are saved so are known again."""
-    if encoder.network is None:
-        return encoder.producer()
-    bf16 = {"precision": "bf16"} if torch.device(encoder.device).type == "cuda" else {}
-    return {**encoder.producer(), **bf16, "rounded": rounded_hashes(encoder.network)}
+    """What made a column: by the hashes in 16 bits, copies that are saved so are known again.
+
+    Not by the device: a machine without a GPU may finish what workers with GPUs have begun.
+    """
+    hashes = {} if encoder.network is None else {"rounded": rounded_hashes(encoder.network)}
+    return {**encoder.producer(), **hashes}
 
 
 def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | None = None) -> ColumnJob:
