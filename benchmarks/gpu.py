@@ -9,8 +9,8 @@ weights and data are drawn, since time and memory depend on neither.
 - step: a step as `atoll train` takes it (forward, loss, backward, norm, AdamW, average) on batches that lie
   ready, for networks of published sizes, eager and compiled. Its peak of memory is told over `atoll plan`'s.
 - rows: how fast one thread prepares batches of latents and of T5-XXL's states, which a step must not outrun.
-- sampling: an ensemble of K = 8 under each strategy over one network, in turn, in bf16; then with one expert
-  on the device, the others in host memory.
+- sampling: an ensemble of K = 8 under each strategy over one network, in turn, in bf16, and `once` in batches
+  by expert, as `atoll sample` draws it; then with one expert on the device, the others in host memory.
 - encoding: images a second through the autoencoder of Stable Diffusion and DINOv2-L, captions through T5-XL.
 - serving: images a second of the server's engine with 1 to 64 requests in flight, DiT-XL/2 in bf16.
 
@@ -30,11 +30,23 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from harness import Row, finish, measured, median_row, moment, parser, row, synthetic
 from PIL import Image
-from sampling import GPU, GPU_QUICK, Opinions, Setting, costs, expert, in_pairs, one_batch, stored
+from sampling import (
+    GPU,
+    GPU_QUICK,
+    Opinions,
+    Setting,
+    costs,
+    expert,
+    in_pairs,
+    many_batches,
+    one_batch,
+    stored,
+)
 from torch import Tensor
 
 from atoll.base.condition import Condition
@@ -49,6 +61,7 @@ from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
 from atoll.flow.settings import ObjectiveConfig
+from atoll.model import replay
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.expert import Expert
@@ -96,7 +109,7 @@ def main() -> None:
     for name, compiled in product(NETWORKS, ways):
         case = f"step, {name}, {'compiled' if compiled else 'eager'}"
         cases[case] = partial(step, case, options.quick, name, compiled)
-    for part in (rows, sampling, swapped, encoding, serving):
+    for part in (rows, serving, sampling, swapped, encoding):
         cases[part.__name__] = partial(part, part.__name__, options.quick)
     found = measured(options, {name: partial(fresh, case) for name, case in cases.items()})
     best = [line["value"] for line in found if line["metric"] == PRODUCT]
@@ -247,8 +260,8 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
 
 
 def sampling_setting(quick: bool) -> Setting:
-    """PixArt-XL/2 in batches of 64, five steps."""
-    return replace(TOY if quick else replace(GPU, steps=5), device=own_device().type)
+    """PixArt-XL/2 in batches of 64, ten steps."""
+    return replace(TOY if quick else replace(GPU, steps=10), device=own_device().type)
 
 
 def sampling(case: str, quick: bool) -> Iterator[Row]:
@@ -261,13 +274,20 @@ def sampling(case: str, quick: bool) -> Iterator[Row]:
         mine, theirs = in_pairs(*turns, 1 if quick else 3)
         found = [a / b for a, b in zip(mine, theirs, strict=True)]
         yield median_row(case, f"K = {setting.k}, {routing} / one network, time", found)
+    sorted_batches = many_batches(bank, setting, "once"), many_batches(alone, setting, "once")
+    mine, their_batches = in_pairs(*sorted_batches, 1 if quick else 3)
+    found = [a / b for a, b in zip(mine, their_batches, strict=True)]
+    yield median_row(case, f"K = {setting.k}, once by expert / one network, time", found)
     each = [s / setting.steps for s in theirs]
     done = 2 * setting.batch * cost.experts[0]
     yield median_row(case, f"one network, a guided step of {setting.batch}", [1e3 * s for s in each], "ms")
     yield median_row(case, "one network, operations", [done / s / 1e12 for s in each], "TFLOP/s")
     few = replace(setting, batch=1)
-    one = timed(one_batch(alone, few, "once"), 3)
-    yield median_row(case, "one network, a guided step of 1", [1e3 * s / few.steps for s in one], "ms")
+    for called, most in [("replayed", replay.MOST), ("called", 0)]:  # with room for no graph none is recorded
+        with patch.object(replay, "MOST", most):
+            one = timed(one_batch(Bank([expert(setting)]), few, "once"), 3)
+        each = [1e3 * s / few.steps for s in one]
+        yield median_row(case, f"one network, a guided step of 1, {called}", each, "ms")
 
 
 def swapped(case: str, quick: bool) -> Iterator[Row]:

@@ -42,14 +42,14 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 23_487,
+    "core": 23_599,
     "measure": 3_871,
     "report": 1_790,
     "export": 1_597,
     "serve": 1_498,
     "curate": 2_836,
-    "tests": 30_270,
-    "benchmarks": 3_838,
+    "tests": 30_408,
+    "benchmarks": 3_858,
     "longest file": 508,  # under 500: what one file alone imports is a part of it
     "tour": 4_650,
     # Crossings. Signed for: 1, 0, 120, 50.

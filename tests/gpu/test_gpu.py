@@ -22,6 +22,7 @@ from atoll.data.samples import data_shape
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
+from atoll.model import replay
 from atoll.model.card import Card
 from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
@@ -144,6 +145,20 @@ def test_experts_that_come_and_go_draw_the_same(
 ) -> None:
     one = Model.load(folder, residency=Residency(experts=1, **residency), device=own_device())
     assert torch.allclose(pixels(one, routing=routing), pixels(model, routing=routing), atol=0.02)
+
+
+@pytest.mark.parametrize("residency", [{}, {"experts": 1}], ids=str)
+def test_recorded_calls_draw_what_calls_draw(
+    residency: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Model.load(folder, residency=Residency(**residency), device=own_device())
+    first, *others = (pixels(recorded, routing="top-2", steps=6) for _ in range(3))
+    made = len(replay._recorded)
+    monkeypatch.setattr(replay, "MOST", 0)  # nothing is kept, so nothing comes twice
+    called = pixels(Model.load(folder, device=own_device()), routing="top-2", steps=6)
+    assert made and len(replay._recorded) == made
+    for drawn in (first, *others):
+        assert torch.allclose(drawn, called, atol=0.02)
 
 
 def test_a_student_learns_from_the_ensemble(tmp_path: Path) -> None:

@@ -25,23 +25,24 @@ class Condition:
     mask: Tensor | None = None
     pooled: Tensor | None = None
 
-    def _parts(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
+        """Those that are present, by name."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def empty(self) -> bool:
         """Whether it says nothing, as that of an unconditional model."""
-        return not self._parts()
+        return not self.parts()
 
     def map(self, change) -> "Condition":  # type: ignore[no-untyped-def]
         """Apply `change` to every part that is present."""
-        return replace(self, **{name: change(part) for name, part in self._parts().items()})
+        return replace(self, **{name: change(part) for name, part in self.parts().items()})
 
     @property
     def rows(self) -> int:
         """B, or 1 where nothing is present."""
-        return next((int(part.shape[0]) for part in self._parts().values()), 1)
+        return next((int(part.shape[0]) for part in self.parts().values()), 1)
 
     def take(self, numbers: Sequence[int]) -> "Condition":
         """The condition of the rows of these numbers, in this order."""
@@ -67,7 +68,7 @@ class Condition:
         mine, null = pad_text([self, other])
         batch = keep.shape[0]
         null = null.expand(batch) if null.rows == 1 else null
-        ours, theirs = mine._parts(), null._parts()
+        ours, theirs = mine.parts(), null.parts()
         return Condition(
             **{
                 name: torch.where(keep.view(-1, *[1] * (ours[name].ndim - 1)), ours[name], theirs[name])
@@ -79,7 +80,7 @@ class Condition:
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:
     """Conditions one after the other along B, text padded to the longest."""
-    parts = [condition._parts() for condition in pad_text(conditions)]
+    parts = [condition.parts() for condition in pad_text(conditions)]
     shared = [name for name in parts[0] if all(name in others for others in parts)]
     return Condition(**{name: torch.cat([part[name] for part in parts]) for name in shared})
 

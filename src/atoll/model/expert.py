@@ -25,6 +25,7 @@ from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
 from atoll.model.card import REMEDY, Card
+from atoll.model.replay import Replayed
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.store import Absent
@@ -54,6 +55,7 @@ class Expert:
         card: what it is, once published.
         bound: largest absolute value of its data, if there is one. A card tells it better.
         learning: the network is still trained, so its layers stay as they are (`make_batch_invariant`).
+        replayed: calls of its network, recorded on a GPU; experts that share a network share them.
     """
 
     network: nn.Module
@@ -63,21 +65,26 @@ class Expert:
     card: Card | None = None
     bound: float | None = None
     learning: bool = False
+    replayed: Replayed | None = None
 
     def __post_init__(self) -> None:
         if not self.learning:  # else a sample would depend on its batch
             make_batch_invariant(self.network)
+            self.replayed = self.replayed or Replayed(self.network, self._call)
+
+    def _call(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        return family(self.family).predict(self.network, x, t, cond)
 
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of this expert (see `base.condition.Denoiser`)."""
-        adapter, curve = family(self.family), schedule(self.schedule)
+        call, curve = self.replayed or self._call, schedule(self.schedule)
         dtype = next((p.dtype for p in self.network.parameters()), x_t.dtype)
 
         def predict(x: Tensor, tau: Tensor) -> Tensor:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.
-            return adapter.predict(self.network, x.to(dtype), tau * curve.clock, cond).to(x.dtype)
+            return call(x.to(dtype), tau * curve.clock, cond).to(x.dtype)
 
         # Near noise a conversion from eps magnifies errors; pixels are known to lie in [-1, 1].
         bound = self.bound if self.card is None else bound_of(self.card.latents)
@@ -98,14 +105,14 @@ class RouterModel:
 
     def __post_init__(self) -> None:
         make_batch_invariant(self.network)
+        self._logits = Replayed(self.network, self.network)
 
     def logits(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B K"]:
         """Logits of `p(k | x_t, t, cond)`, computed in the type of the network's weights."""
         dtype = next(self.network.parameters()).dtype
-        result: Tensor = self.network(x_t.to(dtype), t, cond).to(x_t.dtype)
-        return result
+        return self._logits(x_t.to(dtype), t, cond).to(x_t.dtype)
 
 
 @dataclass(frozen=True)

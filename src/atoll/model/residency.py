@@ -21,6 +21,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
 from atoll.model.generation import Residency
+from atoll.model.replay import Replayed
 
 ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 
@@ -61,9 +62,9 @@ class ResidentExperts:
                 module = self._modules[key]
                 if _shapes(source.specs) != _shapes(module.layout.specs):
                     source.network()  # refuses it, by the first tensor that is not its settings'
-                expert = Expert(
-                    module.network, source.family, source.prediction, source.schedule, source.card
-                )
+                how = source.family, source.prediction, source.schedule, source.card
+                expert = Expert(module.network, *how, replayed=module.replayed)
+                module.replayed = expert.replayed
                 self._experts[number] = _ResidentSource(source, module, expert)
         if not self._experts:
             raise ConfigError("there is no expert to keep resident", "assemble one or more")
@@ -329,6 +330,7 @@ class _SharedModule:
             self._held: dict[str, Tensor] = dict(self.network.state_dict(keep_vars=True))
             self._nothing = {name: value.detach() for name, value in self._held.items()}
         self._slot: _Slot | None = None
+        self.replayed: Replayed | None = None
 
     def bind(self, slot: _Slot | None) -> None:
         """Use the weights in this slot from now on; with None they take no memory."""
