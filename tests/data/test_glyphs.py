@@ -1,3 +1,5 @@
+import string
+
 import pytest
 from PIL import Image, ImageOps
 
@@ -67,6 +69,12 @@ def test_no_picture_is_in_two_groups(side: int) -> None:
     one = {group[f"{script} capital letter a, sans"] for script in ("latin", "cyrillic")}
     assert one == {group["greek capital letter alpha, sans"]} == {"U+0041"}
     assert group["latin capital letter b, sans"] != "U+0041"
+
+
+def test_latin_is_the_ascii_letters_and_digits_in_every_face() -> None:
+    found = rows(GlyphSource(GlyphOptions(characters="latin", faces="dejavu")))
+    drawn = [chr(int(row.id.partition("-")[0], 16)) for row in found]
+    assert sorted(drawn) == sorted(12 * (string.ascii_letters + string.digits))
 
 
 def test_a_limit_is_spread_over_alphabets_and_faces() -> None:

@@ -127,9 +127,9 @@ class GlyphOptions(Config):
 
     faces: str | list[str] = "core"
     """A preset (core: 8 faces, dejavu: 14, all: 25) or names of matplotlib's font files without `.ttf`."""
-    characters: Literal["basic", "letters", "all"] = "letters"
-    """basic: A-Z, a-z, 0-9, Greek and Russian; letters: every Latin, Greek and Cyrillic letter and 0-9;
-    all: every named sign."""
+    characters: Literal["latin", "basic", "letters", "all"] = "letters"
+    """latin: A-Z, a-z and 0-9; basic: these, Greek and Russian; letters: every Latin, Greek and Cyrillic
+    letter and 0-9; all: every named sign."""
     limit: int | None = Field(default=None, ge=1)
     """At most so many pictures: whole characters, drawn by the seed from all alphabets, in every face."""
     seed: int = 0

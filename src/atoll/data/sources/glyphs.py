@@ -25,6 +25,8 @@ from atoll.data.sources.record import Record, Source
 CANVAS = 64
 """Height and width of a rendered picture in pixels; the ingest resizes it."""
 _LARGEST, _SMALLEST, _SIZE = 54.0, 26.0, 52.0
+_LATIN = (("A", "Z"), ("a", "z"))
+_RANGES = {"latin": _LATIN, "basic": (*_LATIN, ("Α", "Ω"), ("α", "ω"), ("А", "я"))}
 _SAME_LETTER = {0x2206: 0x0394, 0x2126: 0x03A9, 0x00B5: 0x03BC}
 """Names that Adobe's list gives to signs that look like Greek letters, and the letters."""
 
@@ -156,7 +158,6 @@ def _is_among(character: str, characters: str) -> bool:
         return True
     if unicodedata.category(character) not in ("Lu", "Ll"):
         return False
-    if characters == "basic":
-        ranges = (("A", "Z"), ("a", "z"), ("Α", "Ω"), ("α", "ω"), ("А", "я"))
+    if ranges := _RANGES.get(characters):
         return any(first <= character <= last for first, last in ranges)
     return unicodedata.name(character, "").startswith(("LATIN ", "GREEK ", "CYRILLIC "))
