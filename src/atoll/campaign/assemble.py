@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.card_facts import model_card_facts
 from atoll.campaign.folder import Campaign
+from atoll.campaign.milestones import TrainingRun
 from atoll.campaign.publication import check_published
 from atoll.campaign.runs import Run, experts_of, read_partition
 from atoll.model.card import Card, check_place, check_together
@@ -27,9 +27,6 @@ from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
 from atoll.store.manifest import check_file
 from atoll.store.signatures import SUFFIX, check_trusted
-
-if TYPE_CHECKING:  # what is assembled already is seen without torch
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -64,26 +61,38 @@ def assemble(
             f"{store.location} has no network of shared pretraining, which sampling.routing asks for",
             "train it or put it back: pretrain/expert, or set another sampling.routing",
         )
-    early = Run(PRETRAIN) in cards and sampling.guide_share < 1
+    guide, share = None, sampling.guide_share
+    if Run(PRETRAIN) in cards and share < 1:
+        # A worse model of the same data is a better guide (arXiv 2406.02507), so a checkpoint may serve.
+        training = TrainingRun.of(store, Run(PRETRAIN).network, f"{Run(PRETRAIN).folder}/run")
+        guide = training.at(share, training.steps)
+        if guide is None:
+            there = ", ".join(f"{share:.3g}" for share in training.shares)
+            raise PartitionError(
+                f"{store.location} has no checkpoint of pretrain after {share:g} of its steps",
+                "set sampling.guide_share=1, or to one that is there"
+                f" ({there or 'none: bring pretrain/run, if it has any'})",
+            )
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
-        if early:
+        if guide is not None:
             raise PartitionError(
                 "sampling.guide_share takes a checkpoint of shared pretraining, and nobody signs checkpoints",
                 "set sampling.guide_share=1, or require no signatures",
             )
         for run in cards:
             check_trusted(store, f"{run.network}/card.json", keys)
-    guide = _guide(campaign) if early else None  # nothing is overwritten where it is missing
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
-    if _assembled(campaign, cards, guide and guide[1]):
+    card = training.card_at(guide) if guide else None
+    if _assembled(campaign, cards, card):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
         return result
+    early = training.load(guide) if guide else None  # before anything is overwritten: it may be damaged
     writer = FolderWriter(store.sub("ensemble"), k)
     for run in cards:
-        if run.role == PRETRAIN and guide is not None:
-            writer.save(*guide)
+        if run.role == PRETRAIN and early and card:
+            writer.save(early.network, card)
         else:
             writer.copy(Checkpoint(store, run.network))
     writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling))
@@ -135,33 +144,6 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None
         and defaults(sampling).items() <= index.items()
         and scheduler.get("shift") == sampling.shift
     )
-
-
-def _guide(campaign: Campaign) -> "tuple[nn.Module, Card]":
-    """Shared pretraining's network after `sampling.guide_share` of it, and its card.
-
-    A worse model of the same data is a better guide (arXiv 2406.02507), so an early checkpoint may serve.
-    """
-    from atoll.campaign.milestones import TrainingRun
-
-    run, share = Run(PRETRAIN), campaign.config.sampling.guide_share
-    training = TrainingRun.of(campaign.store, run.network, f"{run.folder}/run")
-    milestone = training.at(share, training.steps)
-    if milestone is None:
-        there = ", ".join(f"{share:.3g}" for share in training.shares)
-        raise PartitionError(
-            f"{campaign.store.location} has no checkpoint of pretrain after {share:g} of its steps",
-            "set sampling.guide_share=1, or to one that is there"
-            f" ({there or 'none: bring pretrain/run, if it has any'})",
-        )
-    card = training.card
-    changes = {
-        "samples": milestone.step * card.batch,
-        "train_flops": card.train_flops * (milestone.step / training.steps),
-        "weights_sha256": "",
-        "provenance": {**card.provenance, "milestone": milestone.step},
-    }
-    return training.load(milestone).network, card.model_copy(update=changes)
 
 
 def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[Run, Card]]:

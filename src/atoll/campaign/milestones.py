@@ -1,17 +1,19 @@
 """What a run was on its way: the checkpoints that `train.milestones` kept, and their averaged weights."""
 
 from dataclasses import dataclass
-
-import torch
-from safetensors.torch import load as load_tensors
+from typing import TYPE_CHECKING
 
 from atoll.base.hashing import sha256
 from atoll.model.card import Card
 from atoll.model.checkpoint import CARD, Checkpoint
-from atoll.model.expert import Expert
 from atoll.store.log import COMMIT, Commit, Log
 from atoll.store.manifest import read_file
 from atoll.store.store import Damaged, Store
+
+if TYPE_CHECKING:  # what there is, is seen without torch
+    import torch
+
+    from atoll.model.expert import Expert
 
 AVERAGE = "ema.safetensors"
 
@@ -64,18 +66,24 @@ class TrainingRun:
         rounding = max(1 / self.steps, 1 / steps) + 1e-9
         return near if abs(near.step / self.steps - share) <= rounding else None
 
-    def load(self, milestone: Milestone | None, device: torch.device | str = "cpu") -> Expert:
+    def card_at(self, milestone: Milestone) -> Card:
+        """The card of the network as it was at a milestone, but for the digest of its weights."""
+        card, share = self.card, milestone.step / self.steps
+        changes = {"samples": milestone.step * card.batch, "train_flops": card.train_flops * share}
+        provenance = {**card.provenance, "milestone": milestone.step}
+        return card.model_copy(update={**changes, "weights_sha256": "", "provenance": provenance})
+
+    def load(self, milestone: Milestone | None, device: "torch.device | str" = "cpu") -> "Expert":
         """The network with a milestone's averaged weights, or as it was published, on the device."""
+        from safetensors.torch import load as load_tensors
+
         checkpoint = Checkpoint(self.store, self.part)
         if milestone is None:
             return checkpoint.expert(device)
         # Of the checkpoint only the average is read: optimizer and raw weights are three times as much.
-        run, fix = (
-            self.store.sub(self.run),
-            "restore it, leave out compare.curve, or set sampling.guide_share=1",
-        )
-        name = f"{milestone.folder}/{COMMIT}"
+        run, name = self.store.sub(self.run), f"{milestone.folder}/{COMMIT}"
         if sha256(run.get(name)) != milestone.sha256:
+            fix = "restore it, leave out compare.curve, or set sampling.guide_share=1"
             raise Damaged(f"{run.name(name)} is not what the log says", fix)
         (entry,) = (entry for entry in Commit.read(run, name).files if entry.path == AVERAGE)
         return checkpoint.expert(device, load_tensors(read_file(run, milestone.folder, entry)))
