@@ -297,16 +297,15 @@ def test_code_that_only_reads_is_not_found(source: str):
 
 def undocumented(sources: list[str]) -> list[str]:
     """Public methods of public classes without a docstring, unless a base class of ours documents them."""
-    classes = {
-        node.name: node
-        for source in sources
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef)
-    }
+    classes: dict[str, list[ast.ClassDef]] = {}  # two files may have one of the same name
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
     return [
         f"{owner}.{method}"
-        for owner, node in classes.items()
-        for method in _methods(node)
+        for owner, nodes in classes.items()
+        for method in dict.fromkeys(name for node in nodes for name in _methods(node))
         if not owner.startswith("_")
         and not method.startswith("_")
         and not _documented(owner, method, classes)
@@ -317,13 +316,11 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
 
 
-def _documented(owner: str, method: str, classes: dict[str, ast.ClassDef]) -> bool:
-    node = classes.get(owner)
-    if node is None:
-        return False
-    own = _methods(node).get(method)
-    bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
-    return (own is not None and ast.get_docstring(own) is not None) or any(
+def _documented(owner: str, method: str, classes: dict[str, list[ast.ClassDef]]) -> bool:
+    nodes = classes.get(owner, [])
+    own = [_methods(node)[method] for node in nodes if method in _methods(node)]
+    bases = [ast.unparse(base).split("[")[0].split(".")[-1] for node in nodes for base in node.bases]
+    return any(ast.get_docstring(function) is not None for function in own) or any(
         _documented(base, method, classes) for base in bases if base != owner
     )
 

@@ -43,12 +43,9 @@ def adopt(
     prediction: Prediction | None = None,
     noise: str | None = None,
 ) -> Card:
-    """Publish a checkpoint as the expert of an island; its bits stay as they are, in float32.
+    """Publish a checkpoint (a folder or hub name) as the expert of an island; its bits stay, in float32.
 
-    Args:
-        checkpoint: folder, relative to the current one, or hub name.
-        prediction: what it predicts; by default what its `scheduler_config.json` says.
-        noise: name of the schedule that it was trained on; by default likewise.
+    Prediction and `noise`, the name of its schedule, are by default those of its `scheduler_config.json`.
     """
     # The island: it is there, and nobody has begun to train its expert.
     k, run = campaign.config.partition.k, Run("expert", island)

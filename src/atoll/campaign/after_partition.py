@@ -45,10 +45,7 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
     """Write the column `clusters` of the data set at `path`, and compare its rows with the training rows.
 
     Nothing of the campaign changes but the table `new-rows` of its report. Returns the clusters `(rows,)`.
-
-    Raises:
-        DataError: there is no data set, or it lacks what the partition decides by.
-        PartitionError: a row has a value that no cluster has.
+    `DataError` where it lacks what the partition decides by, `PartitionError` for a value of no cluster.
     """
     own_data, partition = campaign.clustered()
     try:
@@ -134,20 +131,14 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     """Take rows out for good: they get the weight 0, and their islands' data are written again without them.
 
     The cut and its hash stay, so that the experts of other islands stay what they are; `revision` tells that
-    rows left. Killed and called again with the same list it goes on.
+    rows left. Killed and called again with the same list it goes on. Returns the islands that were written.
 
     Args:
-        campaign: partitioned.
         path: text file with an id, or the SHA-256 of a source picture, a line.
         retrain: whether to remove what was trained on these rows, which is refused otherwise.
 
-    Returns:
-        Numbers of the islands that were written again.
-
-    Raises:
-        DataError: the list cannot be read, or names no row.
-        PartitionError: something was trained on the rows, an island would be left without any to train on, or
-            the data set's weights are others by now. Nothing is changed then.
+    Before anything is changed it is a `PartitionError` if something was trained on the rows, an island would
+    be left without any to train on, or the data set's weights are others by now.
     """
     store = campaign.store
     dataset, partition = campaign.clustered()

@@ -48,11 +48,8 @@ def assemble(
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
-
-    Args:
-        quarantine: experts that are left out, beside those of the settings.
-        trusted: public keys, beside those of the settings, one of which must have signed each part; None, and
-            none in the settings, takes unsigned ones too.
+    `quarantine` (experts that are left out) and `trusted` (public keys, one of which must have signed each
+    part) add to those of the settings; without any key unsigned parts are taken too.
     """
     store, sampling = campaign.store, campaign.config.sampling
     k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})

@@ -26,10 +26,7 @@ def single_cards(campaign: Campaign, router: Card, names: Sequence[str] = BESIDE
 def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any]:
     """Name, data, partition, FLOPs of what was trained beside the experts, evaluation of these very parts.
 
-    Args:
-        campaign: a campaign with a partition.
-        parts: digest of the weights of every part of the ensemble, as in `ensemble.json`, or of one single
-            network by its role.
+    `parts` are digests of weights: of the ensemble's, as in `ensemble.json`, or of a network by its role.
     """
     store = campaign.store
     partition = read_partition(store)

@@ -60,17 +60,10 @@ class Campaign:
 
     @classmethod
     def open(cls, folder: str | Path, sets: Sequence[str] = ()) -> "Campaign":
-        """Open a campaign.
+        """Open a folder or URL with a `campaign.yaml` to start from, or a `campaign.json` to go on from.
 
-        Args:
-            folder: folder or URL, with a `campaign.yaml` to start from, a `campaign.json` to go on from,
-                or both.
-            sets: `a.b=value` overrides; after the campaign is frozen they must agree with it, but for
-                what decides no weights: sampling, tracking, `train.checkpoint_every_s` and its like.
-
-        Raises:
-            StoreError: no such folder, or not a campaign.
-            ConfigError: a wrong setting, or one that differs from the frozen ones.
+        `sets` are `a.b=value` overrides; after the campaign is frozen they must agree with it (else it is a
+        `ConfigError`), but for what decides no weights: sampling, tracking and the like.
         """
         store = Store.open(folder)
         frozen = Frozen.read(store, FROZEN) if store.exists(FROZEN) else None

@@ -116,12 +116,8 @@ def publish_initial(
 ) -> Fit | None:
     """Give a network what fits of its origin's weights, and publish that as `init/` of a run's folder.
 
-    Args:
-        network: initialised from scratch; changed in place.
-        weights: reads the origin's by name, which may be many gigabytes; called if they are needed.
-
-    Returns:
-        What was taken over; None if it lies there already.
+    The network, initialised from scratch, is changed in place. `weights` reads the origin's, which may be
+    many gigabytes, if they are needed. Returns what was taken over; None if it lies there already.
     """
 
     def check_origin() -> None:
@@ -194,11 +190,7 @@ class Checkpoints:
         self._told: set[str] = set()
 
     def publish(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
-        """Give a freshly drawn network what fits of `settings.init`, and publish that as the run's `init/`.
-
-        Returns:
-            Digest of the weights.
-        """
+        """Publish what fits of `settings.init` as the run's `init/`; the digest of the weights."""
         name = settings.init
         if name not in self._read:
             with _named_by_setting():
@@ -218,8 +210,7 @@ class Checkpoints:
 def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
     """Check a freshly drawn network, or give it the weights of the run's own `init/`.
 
-    Returns:
-        The plan with the digest and the origin of the weights that the run really starts from.
+    The plan that is returned has digest and origin of the weights that the run really starts from.
     """
     if plan.init == "scratch":
         if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:

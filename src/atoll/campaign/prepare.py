@@ -78,11 +78,7 @@ def embed_stage(campaign: Campaign, part: Part | None = None) -> None:
 
 
 def dedupe_stage(campaign: Campaign) -> Duplicates:
-    """Find rows that show what another row shows, leave them out of the split, and show the doubtful pairs.
-
-    Raises:
-        DataError: the campaign has its partition already, or features are wanted and not there.
-    """
+    """Find rows that show what another row shows, leave them out of the split, and show doubtful pairs."""
     store, config = campaign.store, campaign.config
     if campaign.is_partitioned:
         fix = "leave duplicates out before that, in a new campaign"
@@ -159,13 +155,9 @@ def prepare(campaign: Campaign) -> Partition:
 def prepare_data(
     campaign: Campaign, part: Part | None = None, share: Callable[[str], None] = lambda command: None
 ) -> None:
-    """Whatever is missing of the data set.
+    """Make whatever is missing of the data set; with `part` only that part of the shards of all columns.
 
-    Args:
-        campaign: with a source, or a data set.
-        part: given, that part of the shards of all columns is written, and nothing else.
-        share: given, lets several processes write the shards of a command, `ingest` or `prepare`, before this
-            one puts them together.
+    `share` lets several processes write the shards of `ingest` or `prepare` before this one joins them.
     """
     config, location = campaign.config, campaign.store.location
     if campaign.is_partitioned:

@@ -25,11 +25,7 @@ KEY = "ATOLL_KEY"
 
 
 def publish_network(run: Store, log: Log, step: int, write: Callable[[Store, str], object]) -> None:
-    """Write the network below `export/HOLDER` and name it in the log.
-
-    Raises:
-        Fenced: another process took the run over: what was written does not count.
-    """
+    """Write the network below `export/HOLDER` and name it in the log; `Fenced` if the run was taken over."""
     prefix = f"export/{log.holder}"
     if not run.exists(f"{prefix}/{CARD}"):
         write(run, prefix)
@@ -44,7 +40,7 @@ def publish_network(run: Store, log: Log, step: int, write: Callable[[Store, str
 def trained_already(campaign: Campaign, run: Run) -> bool:
     """Whether a run has published, which is said; nothing of it is left half done then."""
     if published := run.published(campaign.store):
-        remove_exports(campaign.store.sub(run.folder))
+        _remove_exports(campaign.store.sub(run.folder))
         say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
     return published
 
@@ -70,7 +66,7 @@ def promote(store: Store, log: Log) -> None:
     if key := os.environ.get(KEY):
         check_published(store)  # nobody signs what another put there
         sign(store, f"expert/{CARD}", Path(key))
-    remove_exports(store)
+    _remove_exports(store)
 
 
 def check_published(store: Store) -> None:
@@ -86,7 +82,6 @@ def check_published(store: Store) -> None:
         )
 
 
-def remove_exports(store: Store) -> None:
-    """Remove the exports of a run whose `expert/` is whole: whoever copied it may have died before this."""
-    run = store.sub("run")
+def _remove_exports(store: Store) -> None:
+    run = store.sub("run")  # whoever copied its export to `expert/` may have died before this
     run.delete(*run.list("export"))

@@ -23,12 +23,7 @@ Shares = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ShareBounds:
-    """Shares of the whole that each cluster may hold.
-
-    Attributes:
-        low: smallest `(K,)`.
-        high: largest `(K,)`.
-    """
+    """Shares of the whole that each cluster may hold: the smallest and the largest, `(K,)` each."""
 
     low: Shares
     high: Shares
@@ -69,16 +64,10 @@ class ShareBounds:
 def balanced(
     features: Features, weights: NDArray[np.floating], centroids: Features, bounds: ShareBounds
 ) -> tuple[Features, Features]:
-    """Move centroids and set prices until every cluster is within its bounds.
+    """Move centroids `(K, D)` and set prices `(K,)`, the least of them 0, until clusters are within bounds.
 
-    Args:
-        features: `(N, D)`, normalised, in random order or of one kind throughout.
-        weights: of the rows `(N,)`.
-        centroids: to start from `(K, D)`, the largest cluster first.
-
-    Returns:
-        Centroids `(K, D)` and prices `(K,)`, float32, the least price 0. Where the bounds differ the largest
-        cluster starts where most is wanted.
+    Features `(N, D)` are normalised, and in random order or of one kind throughout; weights are `(N,)`. The
+    centroids to start from have the largest cluster first; it starts where most is wanted.
     """
     centroids = centroids[np.argsort(np.argsort(-bounds.high, kind="stable"), kind="stable")]
     # Few rows move the centroids, for a step costs time in proportion; all rows set the last prices, since
@@ -112,12 +101,7 @@ def set_prices(
     """Raise the prices of clusters that hold too much and lower those of clusters that hold too little.
 
     One price is set at a time, to where the cluster just keeps its bounds; each such step ascends the dual.
-
-    Args:
-        distances: squared `(K, N)`.
-        weights: of the rows `(N,)`.
-        prices: to start from `(K,)`.
-        rounds: over all prices, at most.
+    Distances `(K, N)` are squared, weights `(N,)`, prices to start from `(K,)`; `rounds` over them at most.
     """
     prices, total = prices.astype(np.float32), float(weights.sum())
     low, high = bounds.low * total, bounds.high * total

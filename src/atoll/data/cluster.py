@@ -22,10 +22,7 @@ MOST_STARTS = 16_384  # rows whose distances from each other are in memory: 1 Gi
 
 
 def fit(features: Features, k: int, fine: int, seed: int) -> Features:
-    """K coarse centroids of a sample of normalised features `(N, D)`.
-
-    Returns:
-        Centroids `(K, D)` float32, in order of falling first-seen size so that numbers are stable.
+    """K coarse centroids `(K, D)` of a sample of normalised features `(N, D)`, the largest cluster first.
 
     `PartitionError` where there are fewer distinct rows than clusters.
     """

@@ -21,9 +21,8 @@ I64 = NDArray[np.int64]
 def inertia_of(features: Column, train: I64, clusters: I64, centroids: Features, free: Features) -> Inertia:
     """Measure how close training rows, at most `ROWS` of them, are to the middles of their clusters.
 
-    Args:
-        centroids: `(K, D)`, or empty: then the middles are the means.
-        free: centroids that the clusters would have without bounds on their shares, or empty.
+    Middles are the centroids `(K, D)`, or means where those are empty. `free` are centroids that the clusters
+    would have without bounds on their shares, or empty.
     """
     rows, values = _some(features, train, ROWS)
     owners = clusters[rows]
@@ -41,9 +40,7 @@ def cluster_map(
 ) -> ClusterMap:
     """Draw training rows on the plane in which the clusters' middles differ most, and find telling words.
 
-    Args:
-        features: that rows are placed by; without them there are no points.
-        centroids: `(K, D)`, or empty: then the middles are the means.
+    Without features there are no points. Middles are as in `inertia_of`.
     """
     train, points, explained = dataset.split("train"), list[tuple[float, float, int]](), 0.0
     if features is not None:

@@ -83,9 +83,7 @@ class Column:
     def read(self, rows: ArrayLike) -> Tensor:
         """Values `(n, *shape)` of a fixed column for any row numbers `(n,)`, in their order.
 
-        Raises:
-            IndexError: a row number is negative or too large.
-            StoreError: a shard is missing or damaged (checked when it is first opened).
+        `StoreError` where a shard is missing or damaged, which is checked when it is first opened.
         """
         assert self.meta.kind == "fixed", f"column {self.meta.name} is ragged: use read_ragged"
         rows = _row_numbers(rows, len(self))
@@ -114,15 +112,12 @@ class Column:
         length: int | None = None,
         draw: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sequences of a ragged column for any row numbers `(n,)`, padded with zeros.
+        """Sequences `(n, L, *shape)` of a ragged column, padded with zeros, and the mask of what is real.
 
         Args:
-            length: L to pad to; longer sequences are cut. Without it, the longest of these rows.
+            length: L; longer sequences are cut. Without it, the longest of these rows.
             draw: uniforms on [0, 1) `(n,)` that choose among the sequences of a row, asked for where there
                 are several; without it, the first counts.
-
-        Returns:
-            values `(n, L, *shape)` and the mask of what is real, bool `(n, L)`.
         """
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
@@ -201,9 +196,7 @@ class Column:
     def tensors(self, shard: int) -> dict[str, Tensor]:
         """What a shard's file holds: `values`, and `lengths` of a ragged column.
 
-        Raises:
-            Damaged: it is not what the column's manifest says.
-            DataError: its tensors are not what the column says of itself.
+        `Damaged` or `DataError` where file or tensors are not what `column.json` says.
         """
         entry, meta = self.meta.shards[shard], self.meta
         where = self.store.name(join(self.folder, entry.path))
@@ -242,9 +235,7 @@ def some_rows(rows: Rows, most: int, drawn: torch.Generator | None = None) -> Ro
 def ragged(keys: Sequence[Sequence[Key]], sequence: Callable[[Key], Tensor]) -> dict[str, Tensor]:
     """Tensors of a ragged shard in which every sequence stands once.
 
-    Args:
-        keys: names of the sequences that each row chooses from, one at least.
-        sequence: its values `(length, *shape)`, by name.
+    `keys` name the sequences that each row chooses from, one at least; `sequence` gives `(length, *shape)`.
     """
     every = [key for row in keys for key in row]
     distinct = list(dict.fromkeys(every))  # in order of first use, so that equal rows give equal bytes

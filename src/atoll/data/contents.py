@@ -44,53 +44,33 @@ class Histogram(Counter[float]):
 
 @dataclass
 class ColumnFacts:
-    """A column.
-
-    Attributes:
-        form: type and shape of a row's value, or what is wrong with the column.
-        bytes: of its files; None where it cannot be read.
-        producer: what made it, in words.
-    """
+    """A column, in words."""
 
     name: str
-    form: str
-    bytes: int | None = None
+    form: str  # type and shape of a row's value, or what is wrong with the column
+    bytes: int | None = None  # of its files; None where it cannot be read
     producer: str = ""
 
 
 @dataclass
 class Contents:
-    """What a data set holds.
+    """What a data set holds."""
 
-    Attributes:
-        dataset: itself; of an unfinished ingest the shards that there are.
-        splits: rows by name of the split, in words; empty without one.
-        duplicates: rows that are left out, and how many rows one stands for at most; None where none
-            were looked for.
-        problems: what cannot be read, in words.
-        captions: how often the most frequent ones occur, the most frequent first.
-        distinct: number of captions that differ.
-        words: lengths of captions.
-        widths, heights, aspects: of the source pictures; an aspect is width over height.
-        licences, sources: rows by their licence and source.
-        labels: number of class labels.
-    """
-
-    dataset: DataSet
+    dataset: DataSet  # of an unfinished ingest with the shards that there are
     finished: bool
-    splits: dict[str, int] = field(default_factory=dict)
-    duplicates: tuple[int, int] | None = None
+    splits: dict[str, int] = field(default_factory=dict)  # rows by the split's name
+    duplicates: tuple[int, int] | None = None  # rows left out, and most that one stands for
     columns: list[ColumnFacts] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    captions: list[tuple[str, int]] = field(default_factory=list)
-    distinct: int = 0
-    words: Histogram = field(default_factory=Histogram)
-    widths: Histogram = field(default_factory=Histogram)
+    problems: list[str] = field(default_factory=list)  # what cannot be read
+    captions: list[tuple[str, int]] = field(default_factory=list)  # the most frequent ones, and how often
+    distinct: int = 0  # captions that differ
+    words: Histogram = field(default_factory=Histogram)  # of a caption
+    widths: Histogram = field(default_factory=Histogram)  # of the source pictures
     heights: Histogram = field(default_factory=Histogram)
-    aspects: Histogram = field(default_factory=Histogram)
-    licences: Counter[str] = field(default_factory=Counter)
+    aspects: Histogram = field(default_factory=Histogram)  # width over height
+    licences: Counter[str] = field(default_factory=Counter)  # rows by licence
     sources: Counter[str] = field(default_factory=Counter)
-    labels: int = 0
+    labels: int = 0  # class labels that differ
 
     def bytes(self, kind: str) -> int:
         """Of all files of a kind: `rows` or `images`."""
@@ -99,11 +79,7 @@ class Contents:
 
 
 def contents(store: Store, rows: bool = True, progress: Progress | None = None) -> Contents:
-    """Look at a data set, or at as much of it as an ingest has written.
-
-    Args:
-        rows: look at every row too.
-        progress: called with how many shards have been read, and how many there are.
+    """Look at a data set, or at as much of it as an ingest has written; at every row too, if `rows`.
 
     `DataError` where there is none, or its manifest cannot be read.
     """

@@ -120,17 +120,11 @@ def _flat(image: Image.Image) -> Image.Image:
 
 
 class Placement(NamedTuple):
-    """How a picture is brought to the size of its bucket; all in pixels.
+    """How a picture is brought to the size of its bucket; all in pixels."""
 
-    Attributes:
-        bucket: width and height that it gets.
-        resized: width and height of the whole picture when it covers the bucket.
-        left, top: where the bucket begins in the resized picture.
-    """
-
-    bucket: Size
-    resized: Size
-    left: int
+    bucket: Size  # that it gets
+    resized: Size  # of the whole picture when it covers the bucket
+    left: int  # where the bucket begins in the resized picture
     top: int
 
     def fields(self) -> dict[str, int]:

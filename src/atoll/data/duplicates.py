@@ -45,19 +45,12 @@ of a k-means cell on average."""
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What was found.
+    """What was found of every row; arrays are `(rows,)`."""
 
-    Attributes:
-        kept_row: for every row the one that is kept in its place, `(rows,)`; its own number where it is kept.
-        reason: number in `REASONS`, `(rows,)`.
-        distances: between a row and the one that it was found by, as a part of the bound, `(rows,)`.
-        groups: name of each row's group: rows of one name in the source, and rows that are alike.
-    """
-
-    kept_row: Rows
-    reason: NDArray[np.int8]
-    distances: NDArray[np.float32]
-    groups: list[str]
+    kept_row: Rows  # the one that is kept in its place; its own number where it is kept
+    reason: NDArray[np.int8]  # number in `REASONS`
+    distances: NDArray[np.float32]  # to the row that it was found by, as a part of the bound
+    groups: list[str]  # rows of one name in the source, and rows that are alike, have one
 
     @property
     def counts(self) -> dict[str, int]:
@@ -68,11 +61,7 @@ class Duplicates:
 def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
     """Find duplicates, write the column `duplicate_of`, and split again so that no group is on two sides.
 
-    Args:
-        dataset: with pictures; with features, if `config.cosine` is set.
-        encoder: whose features are compared.
-
-    `DataError` where features are wanted and not there.
+    `DataError` where `config.cosine` wants features by this encoder that are not there.
     """
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
@@ -236,13 +225,8 @@ def _parts(count: int, size: int) -> list[Rows]:
 
 
 class _FingerprintIndex:
-    """Fingerprints of rows, by their places: what is small of them in memory.
-
-    Attributes:
-        keys: digests of whole fingerprints.
-        hashes: perceptual hashes `(n, 8)`.
-        coarse: sums of colours of each four neighbouring pixels of a thumbnail `(n, 3 * SIDE**2 / 4)`.
-    """
+    """Fingerprints of rows, by their places, as far as they are small: digests `keys`, hashes `(n, 8)`, and
+    `coarse`, sums of colours of each four neighbouring pixels of a thumbnail `(n, 3 * SIDE**2 / 4)`."""
 
     def __init__(self, looks: Column, rows: Rows, config: DedupeConfig) -> None:
         self.looks, self.rows, self.bounds = looks, rows, (config.difference, config.detail)

@@ -55,10 +55,6 @@ def ingest(
 ) -> DataSet:
     """Write a data set, or find it finished, or continue where an earlier call was killed.
 
-    Args:
-        prefix: folder of the data set in the store, or "".
-        progress: called with how many of the source's positions are done, and how many there are.
-
     `DataError` where no row is usable, the rows have one group only, or the folder holds something else: a
     data set of another source or other settings is never overwritten.
     """
@@ -134,14 +130,12 @@ class IngestJob(ShardedJob[DataSet]):
         return DataSet.find(self.store, self.folder, self.identity, "another source or with other settings")
 
     def is_current(self) -> bool:
-        """See `ShardedJob`: the folder is still this ingest's."""
         try:
             return IngestNote.read(self.store, join(self.folder, _NOTE)).identity == self.identity
         except Absent:
             return False
 
     def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
-        """See `ShardedJob`: read and convert the rows of a shard."""
         note = ShardNote(
             identity=self.identity,
             rows=0,

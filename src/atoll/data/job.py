@@ -48,13 +48,8 @@ class Part(NamedTuple):
 class ShardedJob(Generic[Result]):
     """Shards to write, each followed by a note that makes it count, and a result that is put together last.
 
-    Killed at any moment and run again, a job ends with the same bytes.
-
-    Args:
-        folder: of the data set or column.
-        notes: folder of the notes.
-        identities: digest of what each shard is made from; a note of another one does not count.
-        progress: called with how many shards are done, and how many there are.
+    Killed at any moment and run again, a job ends with the same bytes. `identities` are digests of what each
+    shard is made from: a note of another one does not count. `progress` hears of shards done, and of all.
     """
 
     def __init__(
@@ -141,9 +136,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         producer: plain data that changes whenever the values would: name, hash, constants.
         compute: gives the tensors of a shard by its number: `values (rows, *shape)`, or for a ragged
             column what `ragged` makes.
-        extras: tensors to keep beside the column.
-
-    `DataError` where the name is no folder name, or later `compute` gave something else than promised.
     """
 
     def __init__(
@@ -170,7 +162,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         self.compute, self.extras = compute, extras or {}
 
     def result(self) -> ColumnMeta | None:
-        """See `ShardedJob`: what `column.json` says."""
         meta = self._earlier()
         if meta is None or meta.content != self.content or not self.extras.keys() <= meta.extras.keys():
             return None
@@ -199,7 +190,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return meta if same else None
 
     def is_current(self) -> bool:
-        """See `ShardedJob`; an earlier `column.json` goes."""
         if self.store.exists(f"{self.folder}/column.json"):
             if self.result() is not None:
                 return False
@@ -220,7 +210,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         return {path: data}, note
 
     def combine(self, notes: list[ShardNote]) -> ColumnMeta:
-        """See `ShardedJob`: write the extras and `column.json`."""
         forms = []
         for note in notes:
             form = note.form

@@ -24,17 +24,12 @@ _U64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which rows are seen.
+    """The order in which rows are seen."""
 
-    Attributes:
-        rows: number of rows of one epoch, repeated ones counted.
-        id_hash: hash of the row ids, so another data set has another order.
-        ends: where each row's places in an epoch end, of rows that are drawn by weight; else each has one.
-    """
-
-    rows: int
+    rows: int  # of one epoch, repeated ones counted
     seed: int
-    id_hash: str
+    id_hash: str  # of the row ids, so another data set has another order
+    # Where each row's places in an epoch end, of rows that are drawn by weight; else each has one.
     ends: NDArray[np.float64] | None = field(default=None, compare=False)
 
     @classmethod
@@ -86,12 +81,8 @@ class BucketOrder:
     one. The steps of an epoch, of all buckets, are shuffled. So after E epochs every row was seen E or E - 1
     times, unless its bucket has fewer rows than a step: then its passes come when they fill one.
 
-    The cursor is the number of samples, as for `Order`, but a position has another row under another `batch`.
-
-    Args:
-        buckets: bucket of every row `(rows,)`.
-        batch: samples of a step, of all processes together.
-        weights: of rows that are drawn in proportion to them `(rows,)`, some above 0.
+    The cursor is the number of samples, as for `Order`, but a position has another row under another `batch`,
+    which is that of all processes together. Buckets and weights, some above 0, are `(rows,)`.
     """
 
     def __init__(

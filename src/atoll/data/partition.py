@@ -35,19 +35,12 @@ _CHUNK = 8192  # rows whose features are in memory at a time
 
 @dataclass(frozen=True)
 class Partition:
-    """Clusters of all rows.
-
-    Attributes:
-        about: sizes, and what decided them.
-        clusters: cluster number of every row, held-out rows and those of weight 0 too `(rows,)`.
-        centroids: `(K, D)`, empty unless the method is `kmeans`.
-        prices: added to squared distances `(K,)`, empty unless clusters are held to shares.
-    """
+    """Clusters of all rows `(rows,)`, held-out rows and those of weight 0 too, and what decided them."""
 
     about: PartitionFile
     clusters: NDArray[np.int64]
-    centroids: NDArray[np.float32]
-    prices: NDArray[np.float32]
+    centroids: NDArray[np.float32]  # (K, D), empty unless the method is `kmeans`
+    prices: NDArray[np.float32]  # added to squared distances (K,), empty unless clusters are held to shares
 
     @property
     def k(self) -> int:
@@ -85,9 +78,7 @@ class Partition:
     def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
         """Clusters of any rows by what decided this cut `(rows,)`.
 
-        Raises:
-            DataError: a row has no value, or the data set lacks the column.
-            PartitionError: a row has a value that no cluster has.
+        `DataError` where a row has no value, `PartitionError` where it has one of no cluster.
         """
         about = self.about
         if about.method == "kmeans":
@@ -114,11 +105,7 @@ def make(
 ) -> Partition:
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 
-    Args:
-        dataset: with a split.
-        features: to cluster by.
-        seed: of the sample and the starts.
-        weighted: whether rows are drawn by their weights; clusters do not depend on them.
+    `weighted` says whether rows are drawn by their weights; clusters do not depend on them.
 
     `PartitionError` where K is larger than the rows, or a cluster stays empty.
     """
@@ -260,12 +247,7 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
 
 
 def load(store: Store) -> Partition:
-    """Read `partition/` back.
-
-    Raises:
-        PartitionError: it is of another schema version, or is not what its hash says.
-        StoreError: a file is missing, or `partition.json` is not JSON.
-    """
+    """Read `partition/` back; `PartitionError` where it is not what its hash says."""
     about = PartitionFile.read(store, PartitionFile.PLACE)
     damage, data = "", store.get(TENSORS)
     try:

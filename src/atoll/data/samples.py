@@ -20,15 +20,10 @@ from atoll.networks.settings import DataShape
 
 
 class Samples:
-    """Some rows of a data set with the columns that training reads.
+    """Some rows of a data set, such as one split, with the columns that training reads.
 
-    Args:
-        dataset: an ordinary data set with `latents` and, for text, `text`.
-        rows: row numbers that count, such as one split.
-        shape: what networks are built for; text is padded to its length.
-        encoder: given, the column `tokens` is read and encoded, as if `text` had been stored.
-
-    `DataError` where the data set holds latents or text states of another shape.
+    Text is padded to the length of `shape`. With an encoder the column `tokens` is read and encoded, as if
+    `text` had been stored. `DataError` where latents or text states are of another shape.
     """
 
     def __init__(

@@ -60,26 +60,27 @@ PRESETS = {
 
 
 class RowOptions(Config):
-    """Which columns of a source mean what."""
+    """Which column of a source holds what."""
 
     caption: str | None = None
-    """Column of the caption; without it text, caption or prompt, or, where there is none of them and
-    `label` is set, the label written as a number is the caption."""
+    """Column of the caption; by default text, caption or prompt. Without any, and with `label` set, the
+    caption is the label's number."""
     group: str | None = None
-    """Column of the group: rows of one group fall into the same split. Without it, equal pictures do."""
+    """Column of a group; images of one group are in the same split. By default identical images are a
+    group."""
     label: str | None = None
-    """Column of the class label, an integer; a negative one means none."""
+    """Column of the class label, an integer; a negative label means none."""
     id: str | None = None
-    """Column of the id; without it the place in the source is the id."""
+    """Column of the id; by default the place in the source."""
     licence: str = "not stated"
-    """Licence of the data, written into the manifest."""
+    """Licence of the data, for the manifest and cards."""
     licence_column: str | None = None
-    """Column of a row's own licence; with it every row tells its licence. An empty one is `licence`."""
+    """Column of each image's own licence; where it is empty, `licence` holds."""
     captions: bool = False
-    """Whether a row may have several captions: a list of strings, or the lines of a text. All are kept
-    in the column `captions`, and the first is the caption."""
+    """Whether a row may have several captions: a list of strings, or lines of a text. The first is the main
+    one."""
     image: str | None = None
-    """Column of the picture, of a tar the ending of its files; needed where there are several."""
+    """Column of the image, or of a tar its file extension; required if there are several."""
 
     def columns(self) -> list[str | None]:
         """Names of the columns of caption, group, label and id, and those that came later and are set."""
@@ -123,17 +124,17 @@ class RowOptions(Config):
 
 
 class GlyphOptions(Config):
-    """Which pictures the source `glyphs` draws."""
+    """Which images the source `glyphs` draws."""
 
     faces: str | list[str] = "core"
-    """A preset (core: 8 faces, dejavu: 14, all: 25) or names of matplotlib's font files without `.ttf`."""
+    """Font faces: core (8), dejavu (14), all (25), or names of matplotlib's font files without `.ttf`."""
     characters: Literal["latin", "basic", "letters", "all"] = "letters"
-    """latin: A-Z, a-z and 0-9; basic: these, Greek and Russian; letters: every Latin, Greek and Cyrillic
-    letter and 0-9; all: every named sign."""
+    """`latin` (A-Z, a-z, 0-9), `basic` (these, Greek, Russian), `letters` (every Latin, Greek and Cyrillic
+    letter and 0-9) or `all` named characters."""
     limit: int | None = Field(default=None, ge=1)
-    """At most so many pictures: whole characters, drawn by the seed from all alphabets, in every face."""
+    """Maximum number of images; whole characters are sampled, in every face."""
     seed: int = 0
-    """Chooses the characters where there is a limit."""
+    """Random seed of that sample."""
 
     @field_validator("faces")
     @classmethod
@@ -151,7 +152,7 @@ class SourceOptions(RowOptions):
     """How a source is read."""
 
     glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
-    """Which pictures the source `glyphs` draws."""
+    """Which images the source `glyphs` draws."""
 
 
 _FIVE = [(5, 4), (3, 2), (4, 3), (16, 9), (2, 1)]
@@ -163,19 +164,19 @@ ASPECTS: dict[str, list[Size]] = {
 
 
 class BucketConfig(Config):
-    """Sizes of pictures that keep their aspect: each goes into the bucket whose aspect is nearest."""
+    """Image sizes of aspect ratio bucketing: each image goes to the bucket with the nearest aspect ratio."""
 
     sizes: Literal["eleven", "paper"] | list[str] = "eleven"
-    """`eleven` (from 1:2 to 2:1) or `paper` (five, from 9:16 to 16:9) aspects, each of about as many pixels
-    as the square of `size`; or sizes in pixels, such as [256x256, 320x208]."""
+    """`eleven` aspect ratios (1:2 to 2:1) or the `paper`'s five (9:16 to 16:9), each with about as many
+    pixels as the square of `size`. Or sizes in pixels, such as [256x256, 320x208]."""
     multiple: int = Field(default=16, ge=1)
-    """Sides of the named lists are multiples of it: the autoencoder's factor times the largest patch."""
+    """Sides are multiples of this number of pixels: the autoencoder's factor times the largest patch."""
     min_rows: int = Field(default=256, ge=1)
-    """Buckets of fewer rows are merged into the nearest; at least the samples of a training step."""
+    """Buckets with fewer images are merged into the nearest one; use at least the batch size."""
     max_upscale: float = Field(default=2.0, gt=0)
-    """Most that a picture is enlarged to cover its bucket; those that want more are rejected."""
+    """Maximum upscaling of an image; smaller images are rejected."""
     max_crop: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of a picture that the crop may take away; those that would lose more are rejected."""
+    """Maximum share of an image to crop away; longer images are rejected."""
 
     @field_validator("sizes")
     @classmethod
@@ -205,23 +206,24 @@ class BucketConfig(Config):
 
 
 class IngestConfig(SourceOptions):
-    """How a source becomes a data set; the options of the source are among these settings."""
+    """How a source becomes a data set, with the options of the source."""
 
     size: int = Field(default=256, ge=1, le=8192)
-    """Height and width of the pictures in pixels: the central square is resized to it. With `buckets`, the
-    side of a square of about as many pixels as each of them."""
+    """Image height and width in pixels, after a central square crop. With `buckets`, the side of a square
+    with as many pixels."""
     buckets: BucketConfig | None = None
-    """Let pictures keep their aspect; `{}` takes the defaults."""
+    """Keep aspect ratios instead of cropping squares; `{}` uses the default buckets."""
     mode: Literal["rgb", "gray", "auto"] = "auto"
-    """Channels; `auto` is gray where 64 pictures from all over the source have no colour, else rgb."""
+    """Channels: rgb, gray, or auto, which is gray if none of 64 images from all over the source has
+    colour."""
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the groups that is held out from training; at least one group unless it is 0."""
+    """Share of the groups held out for validation and comparison; at least one group unless it is 0."""
     test: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the groups that is kept for the last measurement, on which nothing is chosen."""
+    """Share of the groups kept for a final test; nothing is tuned on them."""
     shard_rows: int = Field(default=1024, ge=1)
-    """Positions of the source that one shard takes up."""
+    """Rows of the source per shard."""
     seed: int = 0
-    """Chooses the held-out groups."""
+    """Random seed of the splits."""
 
     def sizes(self) -> list[Size]:
         """Widths and heights that pictures can have."""
@@ -242,9 +244,9 @@ class SourceConfig(RowOptions):
     """One of several sources of a data set."""
 
     source: str
-    """As `data.source` names a single one; relative too."""
+    """As `data.source` for a single source."""
     weight: float = Field(default=1.0, ge=0)
-    """How often its rows are drawn, beside 1. Unequal weights become the column `weights`."""
+    """Sampling weight of its images, relative to 1; needs `data.weighted`."""
 
 
 def check_names(sources: Mapping[str, object]) -> None:
@@ -257,45 +259,44 @@ def check_names(sources: Mapping[str, object]) -> None:
 
 
 class DedupeConfig(Config):
-    """Which rows show what another row shows."""
+    """When two images count as duplicates."""
 
     bits: int = Field(default=4, ge=0, le=7)
-    """Bits of 64 in which the perceptual hashes of two pictures may differ, for a closer look at them."""
+    """Maximum differing bits, of 64, between perceptual hashes for a closer comparison."""
     difference: float = Field(default=0.05, ge=0, le=1)
-    """Largest difference of a colour of their thumbnails (8 x 8), of 1 between black and white, up to which
-    they are the same."""
+    """Maximum colour difference between 8 x 8 thumbnails; 1 is black against white."""
     detail: float = Field(default=0.1, ge=0, le=1)
-    """The same of the brightness of finer thumbnails (32 x 32), in which a smile differs from a frown."""
+    """Maximum brightness difference between 32 x 32 thumbnails."""
     cosine: float | None = Field(default=None, gt=0, le=1)
-    """Cosine of the partition's features from which they are the same; without it they are not compared."""
+    """Minimum cosine similarity of features for duplicates; by default features are not compared."""
 
 
 class PartitionConfig(Config):
-    """How the data set is cut into clusters."""
+    """How the data set is divided into clusters."""
 
     method: Literal["kmeans", "random", "label", "column"] = "kmeans"
-    """`kmeans` on features, by class `label`, by the values of a `column`, or `random` as the comparison."""
+    """`kmeans` on image features, by class `label`, by a `column`, or `random` as a baseline."""
     column: str | None = None
-    """For `column`: one of the rows, of words or whole numbers, such as `source` or `licence`, or one of the
-    data set, such as `clusters`. Rows of one value stay together; more values than clusters are merged."""
+    """For `column`: a column of text or integers, such as `source`. Rows with one value stay together; values
+    beyond K are merged."""
     k: int = Field(default=8, ge=1, le=4096)
-    """Number of clusters, and of experts."""
+    """Number of clusters and experts (K)."""
     fine: int = Field(default=1024, ge=1)
-    """Number of fine centroids (fewer where there are fewer than 39 rows for each)."""
+    """Number of fine centroids of the two-level k-means; at least 39 rows each."""
     encoder: str = "facebook/dinov2-base"
-    """Vision encoder whose features decide."""
+    """Vision encoder for the clustering features."""
     encoder_size: int | None = None
-    """Side in pixels that the encoder sees; its own default if not set."""
+    """Input size of the encoder in pixels; by default its own."""
     fit_rows: int = Field(default=1_000_000, ge=1)
-    """Most rows that the k-means is fitted on, of 256 for each fine centroid; the rest is assigned."""
+    """Maximum rows to fit k-means on, and at most 256 per fine centroid; the others are assigned."""
     capacities: tuple[float, ...] | None = None
-    """What each cluster shall hold, in proportion, such as `[8, 8, 4, 2]` for islands of so many GPUs."""
+    """Relative sizes of the clusters, such as `[8, 8, 4, 2]` for islands with so many GPUs."""
     tolerance: float = Field(default=0.02, gt=0, lt=1)
-    """By how much of it a cluster may miss its part of `capacities`."""
+    """Allowed relative deviation from `capacities`."""
     max_share: float | None = Field(default=None, gt=0, le=1)
-    """Largest part of the training rows that a cluster may hold."""
+    """Maximum share of the training images in one cluster."""
     min_share: float | None = Field(default=None, gt=0, lt=1)
-    """Smallest part of them; 0.05 keeps small data sets from clusters of a few images."""
+    """Minimum share of the training images in one cluster; 0.05 avoids tiny clusters of small data sets."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

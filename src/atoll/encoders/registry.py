@@ -69,18 +69,12 @@ SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
 
 @dataclass(frozen=True)
 class KnownEncoder:
-    """A published encoder. With its sizes here, `atoll plan` works without a network.
+    """A published encoder. With its sizes here, `atoll plan` works without a network."""
 
-    Attributes:
-        licence: as its publisher states it, if it allows copies.
-        latent: of an autoencoder, latent channels and pixels for each element of a latent's side.
-        width: of a text encoder, D of its states; `limit` are the most tokens it takes, if it has one.
-    """
-
-    licence: str | None
-    latent: tuple[int, int] = (0, 0)
-    width: int = 0
-    limit: int | None = None
+    licence: str | None  # as its publisher states it, if it allows copies
+    latent: tuple[int, int] = (0, 0)  # of an autoencoder: channels, and pixels to a side of one element
+    width: int = 0  # of a text encoder: D of its states
+    limit: int | None = None  # most tokens that it takes, if it has a limit
 
 
 _T5_WIDTHS = {"small": 512, "base": 768, "large": 1024, "xl": 2048, "xxl": 4096}

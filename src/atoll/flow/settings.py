@@ -13,30 +13,30 @@ SCHEDULES: tuple[str, ...] = ScheduleName.__args__  # type: ignore[attr-defined]
 
 
 class TimeConfig(Config):
-    """The distribution of training times; `flow.objective.training_times` draws from it."""
+    """Distribution of training times t."""
 
     distribution: Literal["uniform", "logit-normal"] = "uniform"
-    """"uniform" on (0, 1), or "logit-normal": logit(t) ~ N(mean, std^2) (SD3, arXiv 2403.03206)."""
+    """`uniform` on (0, 1), or `logit-normal`: logit(t) ~ N(mean, std^2) (SD3, arXiv 2403.03206)."""
     mean: float = 0.0
-    """Mean of logit(t), for logit-normal; positive = more noise."""
+    """Mean of logit(t) for logit-normal; positive means more noise."""
     std: float = Field(default=1.0, gt=0)
-    """Standard deviation of logit(t), for logit-normal."""
+    """Standard deviation of logit(t) for logit-normal."""
     shift: float = Field(default=1.0, gt=0, le=1e4)
-    """SD3's time shift: s takes 2 ln s nats of log-SNR away; 1 is none, above 1 = more noise."""
+    """Time shift of SD3: 1 is none, above 1 means more noise. A shift of s lowers log-SNR by 2 ln s."""
 
 
 class ObjectiveConfig(Config):
-    """What a denoiser predicts, at which times, and how often without its condition."""
+    """Training objective of a denoiser."""
 
     schedule: str = "rectified-flow"
-    """How data and noise are mixed: rectified-flow, vp-cosine, ddpm-linear, ddpm-scaled-linear, ddpm-cosine;
-    the last three also with numbers of their own, as in `ddpm-linear(1000, 0.0001, 0.02)`."""
+    """Noise schedule: rectified-flow, vp-cosine, ddpm-linear, ddpm-scaled-linear or ddpm-cosine. The DDPM
+    ones take numbers, as in `ddpm-linear(1000, 0.0001, 0.02)`."""
     prediction: Prediction = "v"
-    """What the network gives."""
+    """Prediction type of the network: v (velocity), eps (noise), x0 (image) or score."""
     time: TimeConfig = TimeConfig()
-    """Distribution of the training times."""
+    """Distribution of training times."""
     condition_dropout: float = Field(default=0.1, ge=0, le=1)
-    """Probability of training on the null condition (classifier-free guidance, arXiv 2207.12598)."""
+    """Probability of training without the condition, for classifier-free guidance (arXiv 2207.12598)."""
 
     @field_validator("schedule")
     @classmethod

@@ -14,22 +14,22 @@ from atoll.model.routing import Routing, RoutingField
 
 
 class Generation(Config):
-    """How pictures are drawn; the only carrier of these values."""
+    """Sampling settings: everything that decides an image beside the model and the prompt."""
 
     steps: int = Field(default=50, ge=1, le=100_000)
-    """Steps of the sampler, not calls: Heun calls the experts twice in a step."""
+    """Sampling steps. Heun evaluates the experts twice per step."""
     guidance: float = Field(default=2.0, ge=0, le=1e6)
-    """Classifier-free guidance scale; 1 is none, and an unconditional model has none."""
+    """Classifier-free guidance scale; 1 is no guidance. Unconditional models ignore it."""
     routing: RoutingField = Routing()
-    """Routing strategy; `once null sample-1` routes guidance's null branch by itself."""
+    """Routing strategy, such as `top-1`. `once null sample-1` routes the unconditional branch separately."""
     shift: float = Field(default=1.0, gt=0, le=1e4)
-    """SD3's time shift of the steps' times: s moves t to s t / (1 + (s - 1) t), towards noise; 1 is none. It
-    takes 2 ln s nats of log-SNR away, whatever schedules the experts learned on."""
+    """Time shift of the sampling steps (SD3): s moves t to s t / (1 + (s - 1) t). Above 1, more steps are at
+    high noise."""
     size: str | None = None
-    """Width x height in pixels, such as 336x192, one of those that the model was trained on; without it the
-    one that is nearest to a square."""
+    """Width x height in pixels, such as 336x192, one of the training sizes; by default the one nearest to a
+    square."""
     seed: int = 0
-    """Of noise and routing. Picture number i depends on it and on i, not on its batch."""
+    """Random seed of noise and routing. Image i depends on the seed and i only, not on its batch."""
 
     @field_validator("size")
     @classmethod
@@ -55,21 +55,20 @@ class Generation(Config):
 
 
 class Residency(Config):
-    """Where experts lie while an ensemble samples, and as which numbers; with nothing set, on the device."""
+    """Memory limits for the experts while sampling. By default all stay on the device."""
 
     experts: int | None = Field(default=None, ge=1)
-    """Most experts on the device. With `prefetch` there is one place more, which the next is brought into."""
+    """Maximum experts on the device; `prefetch` needs room for one more."""
     bytes: int | None = Field(default=None, ge=1)
-    """Most device memory for the experts' weights, in bytes, that place included."""
+    """Maximum device memory for the experts' weights in bytes, with that of `prefetch`."""
     host_experts: int | None = Field(default=None, ge=1)
-    """Most experts in pinned host memory, where the device is a GPU; the others stay on disk."""
+    """Maximum experts in pinned host memory, with a GPU; the others stay on disk."""
     host_bytes: int | None = Field(default=None, ge=1)
-    """The same in bytes."""
+    """Maximum host memory for experts, in bytes."""
     prefetch: bool = True
-    """Whether the next expert is brought while one runs."""
+    """Load the next expert while one runs."""
     dtype: Literal["auto", "float32", "bf16"] = "auto"
-    """Type of all networks' weights, in which they compute; `auto` is bf16 on a GPU, else as published. The
-    steps between them are in float32."""
+    """Data type of the weights while sampling. `auto` is bf16 on a GPU, and on a CPU as published."""
 
     @property
     def limited(self) -> bool:

@@ -12,21 +12,14 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pipeline of diffusers demands of the model that it runs.
+    """What a pipeline of diffusers demands of the model that it runs."""
 
-    Attributes:
-        pipeline: the class.
-        shifts: whether latents may be shifted; such a pipeline decodes with the VAE's `shift_factor`, which
-            may then not be None.
-        classes: most class labels, None if any number.
-        patch: side of the patches that it makes itself, None if the network does.
-    """
-
-    pipeline: str
+    pipeline: str  # the class
     needs_vae: bool = False
+    # Whether latents may be shifted: it decodes with the VAE's `shift_factor`, which may then not be None.
     shifts: bool = False
-    classes: int | None = None
-    patch: int | None = None
+    classes: int | None = None  # most class labels; None for any number
+    patch: int | None = None  # side of the patches that it makes itself; None if the network does
 
 
 LIMITS = {

@@ -33,23 +33,24 @@ SIZES: dict[str, tuple[int, int, int]] = {
 
 
 class NetworkConfig(Config):
-    """Which denoiser, how large. The image shape comes from the data."""
+    """Network architecture and size. The image shape comes from the data."""
 
     family: FamilyName = "pixart"
-    """`dit` (class labels or none), `pixart` (text), `sd3` or `flux` (text as tokens beside those of x_t)."""
+    """`dit` (class labels or none), `pixart` (text by cross-attention), `sd3` or `flux` (text by joint
+    attention)."""
     size: str = "nano"
-    """Preset: nano, micro, tiny, S, B, XL, 2B, 3B."""
+    """Preset: nano, micro, tiny, S, B, XL, 2B or 3B."""
     patch: int = Field(default=2, ge=1)
-    """Side of a patch, in latent pixels."""
+    """Patch size, in latent pixels."""
     depth: int | None = Field(default=None, ge=1)
-    """Number of blocks, in place of the preset's."""
+    """Number of transformer blocks; by default the preset's."""
     heads: int | None = Field(default=None, ge=1)
-    """Number of attention heads, in place of the preset's."""
+    """Number of attention heads; by default the preset's."""
     head_width: int | None = Field(default=None, ge=1)
-    """Width of one head, in place of the preset's."""
+    """Width of an attention head; by default the preset's."""
     init: str = "scratch"
-    """`scratch` (the family's published initialisation), or a diffusers checkpoint to start from: a folder,
-    relative to that of campaign.yaml, or a hub name. What does not fit is drawn as from scratch."""
+    """Initial weights: `scratch`, or a diffusers checkpoint (a folder or a hub name). Tensors that do not fit
+    are drawn at random."""
 
     def dimensions(self) -> tuple[int, int, int]:
         """Depth, heads and width of a head."""
@@ -69,23 +70,14 @@ _Side = Annotated[int, Field(ge=1, le=65536)]
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a network must fit: the latents' shape and the conditions' size.
+    """What a network must fit: the latents' shape and the conditions' size; 0 without text or labels."""
 
-    Attributes:
-        channels: C of a latent.
-        size: H = W of a latent; of latents of several shapes, of a square of about as many numbers.
-        text_width: D of the text states, 0 without text.
-        text_length: L that text states are padded to, 0 without text.
-        classes: number of class labels, 0 without labels.
-        sizes: H and W of latents that keep their pictures' aspect, in order of width; none where all are
-            squares.
-    """
-
-    channels: Annotated[int, Field(ge=1, le=65536)]
-    size: _Side
-    text_width: _Size = 0
-    text_length: _Size = 0
-    classes: Annotated[int, Field(ge=0, le=10**8)] = 0
+    channels: _Side  # C of a latent
+    size: _Side  # H = W of a latent; of several shapes, of a square of about as many numbers
+    text_width: _Size = 0  # D of the text states
+    text_length: _Size = 0  # L that they are padded to
+    classes: Annotated[int, Field(ge=0, le=10**8)] = 0  # number of class labels
+    # H and W of latents that keep their pictures' aspect, in order of width; none where all are squares.
     sizes: tuple[tuple[_Side, _Side], ...] = ()
 
     @property

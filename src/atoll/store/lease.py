@@ -31,12 +31,12 @@ HELD = 73
 
 
 class LeaseConfig(Config):
-    """How a run says that it lives, and when others stop believing it."""
+    """Heartbeats of a run, and when another process may take it over."""
 
     heartbeat_seconds: float = Field(default=10.0, gt=0)
     """Seconds between heartbeats."""
     expiry_seconds: float = Field(default=90.0, gt=0)
-    """Seconds of silence after which another process may take the run over."""
+    """Seconds without a heartbeat after which another process may take over the run."""
 
 
 class Heartbeat(File):
@@ -91,14 +91,9 @@ def acquire(
     pause: Callable[[float], None] = time.sleep,
     **fields: Any,
 ) -> bool:
-    """Become the holder of a run, unless somebody alive holds it; False if the run is published.
+    """Become the holder of a run, unless somebody alive holds it (`Held`); False if the run is published.
 
-    Args:
-        log: of the run.
-        lease: when a holder counts as gone.
-        wait: wait for the holder to release or fall silent, instead of `Held`.
-        pause: lets some seconds pass between two looks; what it raises ends the waiting.
-        fields: more for the log's entry.
+    With `wait` it waits for the holder to release or fall silent; what `pause` raises ends the waiting.
     """
     # A bucket that ignores If-None-Match would let two processes train one run: find out before, not after.
     check_conditional_create(log.store, "log")

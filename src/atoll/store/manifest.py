@@ -128,12 +128,7 @@ def verify(source: Path | bytes, entry: FileEntry, name: str) -> None:
 
 
 def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, manifest: Published) -> None:
-    """Write files, read them back, then create the manifest `name` with their entries.
-
-    Raises:
-        Conflict: somebody published here before.
-        StoreError: a file could not be written or reads back differently.
-    """
+    """Write files, read them back, then create the manifest `name`; `Conflict` if there is one already."""
     # In this order, since the manifest makes the files exist: a kill before its last line leaves nothing
     # that anybody reads, and a store that loses bytes is found out while we still have them.
     entries = [write_file(store, prefix, path, data) for path, data in blobs.items()]

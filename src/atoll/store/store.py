@@ -50,9 +50,7 @@ class Unsupported(StoreError):
 class Store:
     """A folder of objects that are written whole or not at all. Use `open`.
 
-    Attributes:
-        location: folder or URL, for messages and commands.
-        local: the local folder; None for a remote store.
+    `location` is the folder or URL, for messages and commands; `local` the local folder, if it is one.
     """
 
     def __init__(self, objects: Any, location: str, local: Path | None = None, prefix: str = "") -> None:
@@ -61,12 +59,10 @@ class Store:
 
     @classmethod
     def open(cls, location: str | Path, *, create: bool = False) -> Self:
-        """Open a folder or a URL as a store.
+        """Open a folder or a URL as a store, with credentials from the environment.
 
-        Args:
-            location: path of a folder, or a URL: s3://BUCKET/PREFIX, gs://, az://, file:///PATH, and
-                memory://NAME/PREFIX, which ends with the process. Credentials come from the environment.
-            create: make the folder if it is missing; otherwise that is `Absent`, as is an empty URL.
+        URLs are s3://BUCKET/PREFIX, gs://, az://, file:///PATH, and memory://NAME/PREFIX, which ends with the
+        process. A missing folder is made if `create`, else it is `Absent`, as is an empty URL.
         """
         root = local_path(location)
         if root is None:
@@ -272,12 +268,9 @@ class Store:
             raise self._unread(key, error) from None
 
     def reader(self, key: str, state: tuple[int, str], buffer: int = ranges.BUFFER) -> BinaryIO:
-        """A remote object as a seekable file, read by ranges.
+        """A remote object as a seekable file, read by ranges of `buffer` bytes.
 
-        Args:
-            key: of the object.
-            state: as `states` gave it; an object that changed since is `Damaged` when it is read.
-            buffer: bytes that are asked for at once.
+        `state` is as `states` gave it: an object that changed since is `Damaged` when it is read.
         """
         size, tag = state
 

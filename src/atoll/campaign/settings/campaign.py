@@ -29,29 +29,29 @@ C = TypeVar("C", bound=Config)
 
 
 class DataConfig(Config):
-    """Where the data set is, and how it is made if it is not there yet."""
+    """The data set: where it is, and how to make it if it is not there yet."""
 
     path: str
-    """Folder of the data set; relative to the folder of campaign.yaml."""
+    """Folder or URL of the data set; a relative path starts from the folder of campaign.yaml."""
     source: str | dict[str, SourceConfig] | None = None
     """What to ingest if `path` is empty: `glyphs`, a folder with captions, parquet or tar files, a data set
-    of the hub, or several of them by name; relative too."""
+    of the hub, or several of them by name. Relative paths start from the folder of campaign.yaml."""
     ingest: IngestConfig = IngestConfig()
-    """Size, split and shards."""
+    """Image size, splits and shards."""
     dedupe: DedupeConfig | None = None
-    """Leave out rows that show what another row shows; `{}` takes the defaults."""
+    """Leave out near-duplicate images; `{}` uses the defaults."""
     text_encoder: str = "minilm"
-    """Frozen text encoder, for condition `text`."""
+    """Frozen text encoder for condition `text`: `minilm`, a folder or a hub name."""
     text_length: int = Field(default=77, ge=1)
-    """Most tokens of a caption; longer ones are cut."""
+    """Maximum tokens of a caption; longer captions are cut."""
     precompute_text: bool = True
-    """Whether text states are stored before training. If not, only token ids are, and every step of training
-    encodes its captions: no bytes on disk, the text encoder beside every network (`atoll plan` compares)."""
+    """Encode all captions once, before training. If false, only token ids are stored and every training step
+    encodes its captions (`atoll plan` compares both)."""
     vae: str = "none"
-    """Frozen autoencoder; `none` trains on pixels."""
+    """Frozen autoencoder: a folder or a hub name. `none` trains on pixels."""
     weighted: bool = False
-    """Draw rows in proportion to the column `weights`, as `atoll concepts rebalance` writes it: experts and
-    router alike, so the weights are part of the partition's hash. Rows of weight 0 are out either way."""
+    """Sample training images in proportion to the column `weights` (see `atoll concepts rebalance`). Rows of
+    weight 0 are left out either way."""
 
     @property
     def text_column(self) -> str:
@@ -72,83 +72,87 @@ class DataConfig(Config):
 
 
 class BudgetConfig(Config):
-    """How much is trained in all, and how the experts share it."""
+    """Total training compute, and how the experts share it."""
 
     samples: int = Field(default=100_000, ge=1)
-    """Training images that the monolith sees. Experts, router and seed together cost what that costs."""
+    """Training images that the monolith sees. The experts, the router and shared pretraining together cost
+    the same FLOPs."""
     compute: Literal["proportional", "equal"] = "proportional"
-    """Steps in proportion to cluster size, or (the paper) the same steps for every expert."""
+    """Expert steps: `proportional` to cluster size, or `equal` for all experts as in the paper."""
     expert_batch: int | None = Field(default=None, ge=1)
-    """Samples per step of an expert; by default `train.batch`, and for `equal` that divided by K."""
+    """Batch size of an expert, in images. By default `train.batch`; with `equal`, `train.batch` divided by
+    K."""
     pretrain: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the monolith's FLOPs spent on shared pretraining on all the data, which experts start from."""
+    """Share of the monolith's FLOPs for pretraining on all data, from which the experts start. 0 trains
+    isolated experts."""
     pretrain_lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Its learning rate after warm-up: the experts go on at the peak, so it need not fall."""
+    """Learning rate schedule of shared pretraining after warm-up; the experts go on at the peak."""
 
 
 class RouterConfig(Config):
-    """The router's size and share."""
+    """The router: a small network that predicts which expert knows a noisy image."""
 
     patch: int = Field(default=4, ge=1)
-    """Side of a patch, in latent pixels."""
+    """Patch size, in latent pixels."""
     depth: int = Field(default=2, ge=1)
-    """Blocks."""
+    """Number of transformer blocks."""
     heads: int = Field(default=2, ge=1)
-    """Attention heads."""
+    """Number of attention heads."""
     head_width: int = Field(default=32, ge=1)
-    """Width of a head."""
+    """Width of an attention head."""
     sees_condition: bool = True
-    """Whether it is given the text or label; without it, it can only return the prior near noise."""
+    """Whether the router gets the text or label. Without it the router can only return the prior near pure
+    noise."""
     share: float = Field(default=0.04, gt=0, lt=0.5)
-    """Share of the training FLOPs."""
+    """Share of the total training FLOPs."""
     pure_noise: float = Field(default=0.25, ge=0, le=1)
-    """Share of its samples trained at exactly t = 1, where `once` asks it."""
+    """Share of training samples at exactly t = 1, where `once` evaluates the router."""
     time: TimeConfig = TimeConfig()
-    """Distribution of the training times; by default that of the campaign's objective."""
+    """Distribution of training times; by default that of `objective.time`."""
     condition_dropout: float = Field(default=0.1, ge=0, le=1)
-    """Probability of training on the null condition, which `full` with guidance asks about."""
+    """Probability of training without the condition, as `full` with guidance evaluates the router."""
     train: TrainConfig = TrainConfig(lr=5e-4)
-    """Optimizer and loop."""
+    """Optimizer and training loop of the router."""
 
 
 class IslandConfig(Config):
-    """What one island does differently."""
+    """Settings of one island that differ from the campaign's."""
 
     network: dict[str, Any] = {}
-    """Network settings in place of the campaign's."""
+    """Overrides of `network`."""
     train: dict[str, Any] = {}
-    """Training settings in place of the campaign's."""
+    """Overrides of `train`."""
     objective: dict[str, Any] = {}
-    """What its expert learns, in place of the campaign's: schedule, prediction, times, dropout."""
+    """Overrides of `objective`: schedule, prediction, times, condition dropout."""
 
 
 class SamplingConfig(Generation):
-    """How pictures are drawn where a command says nothing else."""
+    """Default sampling settings."""
 
     residency: Residency = Residency()
-    """Memory that the experts may take; those that do not fit are brought when they are needed."""
+    """Memory limits for the experts; experts beyond them are loaded on demand."""
     guide_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of shared pretraining after which its network is the one of `null pretrain`: a weaker one guides
-    better, up to a point (arXiv 2406.02507). Below 1 it is a checkpoint that `train.milestones` has kept."""
+    """Part of shared pretraining after which its checkpoint serves `null pretrain`: a weaker model guides
+    better, up to a point (arXiv 2406.02507). Below 1 it must be a checkpoint that `train.milestones` kept."""
 
 
 class CampaignConfig(Config):
     """One decentralized diffusion model from data set to ensemble."""
 
     seed: int = 0
-    """Of everything that is drawn."""
+    """Random seed of everything: splits, clusters, initial weights, data order, noise."""
     data: DataConfig
     """The data set."""
     condition: ConditionKind = "text"
-    """What the model is conditioned on: text, class or none."""
+    """What the model is conditioned on: text captions, class labels, or none."""
     partition: PartitionConfig = PartitionConfig()
-    """How the data set is cut."""
+    """How the data set is divided into clusters, one for each expert."""
     network: NetworkConfig = NetworkConfig()
-    """The experts' (and the monolith's) network."""
+    """Network of the experts and the monolith."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What they learn."""
+    """Training objective: noise schedule, prediction type, times."""
     train: TrainConfig = TrainConfig()
-    """How they learn it."""
+    """Optimizer and training loop."""
     islands: dict[int, IslandConfig] = {}
     """Overrides by island number."""
     budget: BudgetConfig = BudgetConfig()
@@ -156,27 +160,27 @@ class CampaignConfig(Config):
     router: RouterConfig = RouterConfig()
     """The router."""
     trusted: list[str] = loose(default=[])
-    """Public keys, as `atoll keys show` prints them. If there are any, only parts that one of them signed are
+    """Public keys, as `atoll keys show` prints them. If there are any, only parts signed by one of them are
     assembled."""
     quarantine: list[int] = loose(default=[])
-    """Numbers of published experts that are left out of the ensemble, because they are not trusted."""
+    """Numbers of published experts to leave out of the ensemble."""
     monolith: bool = True
-    """Whether the baseline is trained too, at equal training FLOPs."""
+    """Train the baseline too: one network on all data at equal training FLOPs."""
     student: StudentConfig | None = None
-    """One network that learns from the experts, if there is to be one; `student: {}` takes the defaults. It
-    may be added when all else is trained; from then on `student/student.json` fixes it."""
+    """One network distilled from the experts. `{}` uses the defaults, null trains none; it may be added after
+    all other training."""
     sampling: SamplingConfig = loose(default=SamplingConfig())
-    """Defaults of sampling; may be changed at any time."""
+    """Sampling defaults; may be changed at any time."""
     compare: CompareConfig = loose(default=CompareConfig())
-    """How models are compared; may be changed at any time."""
+    """How `atoll compare` compares models; may be changed at any time."""
     diagnose: DiagnoseConfig = loose(default=DiagnoseConfig())
-    """What is looked at to see why; may be changed at any time."""
+    """What `atoll diagnose` measures; may be changed at any time."""
     evaluate: EvaluateConfig = loose(default=EvaluateConfig())
-    """How one model is measured; may be changed at any time."""
+    """How `atoll evaluate` measures one model; may be changed at any time."""
     launch: LaunchConfig = loose(default=LaunchConfig())
-    """Where and with what runs are trained; may be changed at any time."""
+    """Where runs train and with which resources; may be changed at any time."""
     tracking: TrackingConfig = loose(default=TrackingConfig())
-    """Which trackers show the runs; may be changed at any time."""
+    """Experiment trackers; may be changed at any time."""
 
     @model_validator(mode="before")
     @classmethod

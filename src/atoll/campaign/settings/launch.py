@@ -15,32 +15,33 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class SlurmConfig(Config):
-    """What only Slurm asks for; what is not set is the cluster's default."""
+    """Slurm options; by default the cluster's own."""
 
     partition: Line | None = None
-    """Partition, or several separated by commas."""
+    """Slurm partition, or several separated by commas."""
     constraint: Line | None = None
     """Features that a node must have."""
     account: Line | None = None
-    """Account that pays."""
+    """Account to charge."""
     qos: Line | None = None
     """Quality of service."""
     gpu_type: Line | None = None
-    """Type of the GPUs, as in `--gres=gpu:TYPE:N`."""
+    """GPU type, as in `--gres=gpu:TYPE:N`."""
     hours: float | None = Field(default=None, gt=0)
-    """Time limit, in hours; a job that reaches it saves and queues again."""
+    """Time limit in hours. A job that reaches it saves a checkpoint and queues again."""
     warn: int = Field(default=120, ge=1, le=65535)
-    """Seconds before the time limit at which a run is told to save and leave."""
+    """Seconds before the time limit at which a run saves a checkpoint and exits."""
     lines: tuple[Line, ...] = ()
-    """Further options of sbatch, such as `--exclude=node7`."""
+    """More options of sbatch, such as `--exclude=node7`."""
     setup: tuple[Line, ...] = ()
     """Shell lines before the run, such as `module load cuda` or `source venv/bin/activate`."""
     output: Line | None = None
-    """Folder for the output of jobs; `launch/` in the campaign, or here if that is at a URL."""
+    """Folder for job logs. By default `launch/` in the campaign, or in the current folder if the campaign is
+    a URL."""
 
 
 class SkyConfig(Config):
-    """What only SkyPilot asks for; what is not set is SkyPilot's choice."""
+    """SkyPilot options; by default SkyPilot chooses."""
 
     accelerators: Line | None = None
     """GPUs of a node, such as `H100:8`."""
@@ -49,44 +50,45 @@ class SkyConfig(Config):
     region: Line | None = None
     """Region of the cloud."""
     use_spot: bool = True
-    """Whether spot nodes are used; a job that loses its node goes on at another."""
+    """Use spot instances; a job that loses its node resumes on another."""
     image: Line | None = None
-    """Image of the machine, such as `docker:NAME`."""
+    """Machine image, such as `docker:NAME`."""
     disk: int | None = Field(default=None, ge=1)
-    """Size of the disk, in GB."""
+    """Disk size in GB."""
     workdir: Line | None = None
-    """Local folder with code that is copied to the node and is the working directory there."""
+    """Local folder of code to copy to the node; it is the working directory there."""
     secrets: tuple[Variable, ...] = ()
-    """Variables of the launching shell that the run gets too, such as the store's keys."""
+    """Environment variables to pass on to the run, such as credentials of the store."""
     setup: tuple[Line, ...] | None = None
-    """Shell lines that install Atoll on a fresh node; by default `pip install .` in `workdir`."""
+    """Shell lines that install Atoll on a new node; by default `pip install .` in `workdir`."""
 
 
 class Placement(Config):
-    """Target and resources of a run. The batch does not depend on them."""
+    """Launcher and resources of a run. The batch size does not depend on them."""
 
     on: Target | None = None
-    """Where it trains; by default what `--on` says."""
+    """Launcher: `local`, `slurm`, `sky` or your own. By default that of `--on`."""
     gpus: int | None = Field(default=None, ge=0)
-    """GPUs per node, a process each. Not set: one if this machine has any, none of Slurm."""
+    """GPUs per node, with one process each. By default one if this machine has any; none on Slurm."""
     processes: int | None = Field(default=None, ge=1)
-    """Processes per node; by default one for each GPU. To be set for tests on CPUs."""
+    """Processes per node, for tests on CPUs; by default one per GPU."""
     nodes: int = Field(default=1, ge=1)
-    """Nodes."""
+    """Number of nodes."""
     cpus: int | None = Field(default=None, ge=1)
-    """CPU cores per node; by default the run's threads for each process."""
+    """CPU cores per node; by default `train.threads` for each process."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
-    """Main memory per node, in GB; by default an estimate here, and the target's default elsewhere."""
+    """Main memory per node in GB. By default an estimate for `local`, and the launcher's default
+    elsewhere."""
     env: dict[Variable, Line] = {}
     """Environment variables of the run."""
     python: Line | None = None
-    """Python that has Atoll on the target; by default this one, `python` on SkyPilot's nodes."""
+    """Python interpreter with Atoll. By default the current one; `python` on SkyPilot nodes."""
     slurm: SlurmConfig = SlurmConfig()
-    """For Slurm."""
+    """Options for Slurm."""
     sky: SkyConfig = SkyConfig()
-    """For SkyPilot."""
+    """Options for SkyPilot."""
     options: dict[Variable, Line] = {}
-    """For a launcher of your own."""
+    """Options for a launcher of your own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,29 +100,30 @@ class Placement(Config):
 
 
 class DataPlacement(Placement):
-    """Where the data set is made."""
+    """Launcher and resources for making the data set."""
 
     workers: int = Field(default=0, ge=0, le=10_000)
-    """Jobs, or tasks of a Slurm array, that make the data set together; with 0 the launching machine does."""
+    """Jobs, or tasks of a Slurm array, that make the data set together. 0 makes it on the launching
+    machine."""
 
 
 class LaunchConfig(Placement):
-    """How runs are launched: defaults, and what single runs do differently. May be changed at any time."""
+    """How runs are launched: defaults, and overrides for single runs."""
 
     data: DataPlacement = DataPlacement()
-    """Overrides of the jobs that make the data set and cut it."""
+    """Overrides for making and partitioning the data set."""
     islands: dict[int, Placement] = {}
     """Overrides by island number."""
     pretrain: Placement = Placement()
-    """Overrides of shared pretraining."""
+    """Overrides for shared pretraining."""
     router: Placement = Placement()
-    """Overrides of the router."""
+    """Overrides for the router."""
     monolith: Placement = Placement()
-    """Overrides of the monolith."""
+    """Overrides for the monolith."""
     student: Placement = Placement()
-    """Overrides of the student."""
+    """Overrides for the student."""
     assemble: Placement = Placement()
-    """Overrides of the assembly, which is one process and asks for no GPU."""
+    """Overrides for assembling, which is one process without a GPU."""
 
     def of(self, role: str, island: int | None = None) -> Placement:
         """Placement of a run, `data` or `assemble`: what it says itself, over what the campaign says."""

@@ -18,82 +18,82 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GuardConfig(Config):
-    """When a step is skipped, and when a run gives up."""
+    """When a step with a loss spike is skipped, and when a run stops."""
 
     window: int = Field(default=256, ge=8)
-    """Steps whose losses make the bound."""
+    """Number of recent losses that a step is compared with."""
     factor: float = Field(default=12.0, gt=1)
-    """A spike lies this many typical deviations above the window's median."""
+    """A step is skipped if its loss is this many typical deviations above the median of the window."""
     patience: int = Field(default=20, ge=1)
-    """Steps skipped in a row that end the run."""
+    """Consecutive skipped steps that stop the run."""
 
 
 class ParallelConfig(Config):
-    """How one run uses its processors. None of it changes what is learned, but for the order of sums."""
+    """How a run uses its processors. The result changes only by the order of sums."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """With several processes: `ddp` copies the weights to each, `fsdp` (FSDP2) shards them."""
+    """With several processes: `ddp` copies the weights to each process, `fsdp` (FSDP2) shards them."""
     shard: int | None = Field(default=None, ge=1)
-    """Processes that share one copy of the weights under `fsdp`; all if not set."""
+    """Processes that share one copy of the weights with `fsdp`; by default all."""
     micro_batch: int | None = Field(default=None, ge=1)
-    """Most samples of a process that go through the network at once; gradients add up over the rest."""
+    """Maximum images per process in one forward pass; gradients accumulate over the rest of the batch."""
     checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Gradient checkpointing: recompute activations in the backward pass to save memory."""
     compile: bool = False
     """Compile the network with `torch.compile`."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective that does not finish is an error."""
+    """Seconds after which a collective operation fails."""
 
 
 class TrainConfig(Config):
-    """Settings of the one loop. Amounts are in samples, so they mean the same for any batch size."""
+    """Optimizer and training loop. Amounts are in samples, so they do not depend on the batch size."""
 
     batch: int = Field(default=256, ge=1)
-    """Samples per step."""
+    """Batch size: images per step, over all processes."""
     lr: float = Field(default=1e-4, gt=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Shape after warm-up; `cosine` falls to `lr_floor` times the peak at the end of the run."""
+    """Learning rate after warm-up: `constant`, or `cosine` down to `lr_floor` times the peak."""
     lr_floor: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the peak that `cosine` ends at."""
+    """Final learning rate of `cosine`, as a fraction of the peak."""
     warmup: int = Field(default=0, ge=0)
-    """Samples over which the learning rate rises from 0; at most a fifth of the run."""
+    """Images over which the learning rate rises from 0; at most a fifth of the run."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's moment decays."""
+    """Betas of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """Weight decay of AdamW."""
     clip: float | None = Field(default=1.0, gt=0)
-    """Largest norm of the gradient; none if not set."""
+    """Maximum gradient norm; null for no clipping."""
     ema_half_life: float = Field(default=0.05, ge=0)
-    """Half-life of the weight average, as a fraction of the run; 0 for none."""
+    """Half-life of the EMA of the weights, as a fraction of the run; 0 for no EMA."""
     ema_warmup: float = Field(default=0.05, ge=0)
-    """The half-life is at most this fraction of the samples seen so far (warm-up)."""
+    """Upper bound of the half-life during warm-up, as a fraction of the images seen so far."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """`bf16` autocasts, which a CPU with AVX512-BF16 gains by too; `auto` does so on an accelerator only."""
+    """`bf16` uses autocast. `auto` is bf16 on a GPU and float32 on a CPU."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of the process; results are bit-identical for equal threads only."""
+    """CPU threads per process; results are bit-identical only for equal numbers."""
     log_every: int = loose(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
     validations: int = loose(default=10, ge=0)
-    """Validations over the run, evenly spaced, the last at its end."""
+    """Validations over the run, evenly spaced; the last is at the end."""
     validation_rows: int = loose(default=128, ge=0)
-    """Most held-out rows that a validation uses."""
+    """Maximum held-out images per validation."""
     previews: int = loose(default=2, ge=0)
-    """Preview pictures over the run, the last at its end."""
+    """Preview images over the run, evenly spaced; the last is at the end."""
     checkpoint_every_s: float = loose(default=300.0, ge=0)
-    """Seconds between checkpoints; there is one at the end in any case."""
+    """Seconds between checkpoints; one more is written at the end."""
     keep: int = loose(default=2, ge=1)
-    """Newest checkpoints that stay."""
+    """Number of recent checkpoints to keep."""
     milestones: int = loose(default=0, ge=0)
-    """Checkpoints over the run that stay for good, evenly spaced."""
+    """Checkpoints to keep for good, evenly spaced over the run."""
     data_timeout_s: float = loose(default=300.0, gt=0)
-    """Seconds that a step waits for its data before that is an error."""
+    """Seconds to wait for a batch of data before the run fails."""
     guard: GuardConfig = GuardConfig()
     """Which steps are skipped."""
     parallel: ParallelConfig = loose(default=ParallelConfig())
     """How the run uses its processors."""
     lease: LeaseConfig = loose(default=LeaseConfig())
-    """How the run says that it lives."""
+    """Heartbeats and takeover of the run."""
 
     def learning_rate(self, samples: float, total: int) -> float:
         """Learning rate after `samples` of `total` samples."""
@@ -110,28 +110,28 @@ Start = Literal["scratch", "average", "expert"]
 
 
 class StudentConfig(Config):
-    """The student. Without settings it costs a third of the monolith: 3F + F at a quarter of the batch."""
+    """The student: one network distilled from the experts. By default it costs a third of the monolith."""
 
     teacher: Literal["cluster", "routed"] = "cluster"
-    """`cluster`: the expert of the sample's own cluster. `routed`: the ensemble, by the router's weights."""
+    """`cluster`: the expert of the image's own cluster. `routed`: the ensemble, weighted by the router."""
     routing: RoutingField = Routing.named("top-1")
     """Routing strategy of the `routed` teacher."""
     batch_share: float = Field(default=0.25, gt=0)
-    """Samples per step, as a share of `train.batch`."""
+    """Batch size, as a share of `train.batch`."""
     step_share: float = Field(default=1.0, gt=0)
-    """Steps, as a share of the monolith's."""
+    """Number of steps, as a share of the monolith's."""
     start: str = "scratch"
-    """`scratch` (as the monolith starts), `average` (of the experts' weights) or `expert:K`."""
+    """Initial weights: `scratch`, `average` (mean of the experts) or `expert:K`."""
     data_weight: float = Field(default=0.0, ge=0, lt=1)
-    """Weight of the loss against the data; the rest is that against the teacher."""
+    """Weight of the loss against the data; the rest is the loss against the teacher."""
     network: dict[str, Any] = {}
-    """Network settings in place of the campaign's."""
+    """Overrides of `network`."""
     train: dict[str, Any] = {}
-    """Training settings in place of the campaign's."""
+    """Overrides of `train`."""
     stock: bool = loose(default=True)
-    """Whether it must run in a stock diffusers pipeline; if it could not, that is told before training."""
+    """Refuse, before training, a student that no stock diffusers pipeline can run."""
     residency: Residency = loose(default=Residency())
-    """Device memory for the teachers; may be changed at any time. Without limits all are loaded."""
+    """Memory limits for the teachers; by default all are loaded. May be changed at any time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -171,15 +171,15 @@ class StudentConfig(Config):
 
 
 class TrackingConfig(Config):
-    """Which trackers show a run, besides metrics.jsonl, which is always there."""
+    """Experiment trackers beside metrics.jsonl, which is always written."""
 
     tensorboard: bool = False
-    """Whether event files are written, to `run/tensorboard/`."""
+    """Write TensorBoard event files to `run/tensorboard/`."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases: send while training, or write to `run/wandb/` for `wandb sync`."""
+    """Weights & Biases: `online` sends while training, `offline` writes to `run/wandb/` for `wandb sync`."""
     project: str = Field(default="atoll", min_length=1)
-    """Its project."""
+    """Project in Weights & Biases."""
     entity: str | None = None
-    """Its user or team; your own if not set."""
+    """User or team in Weights & Biases; by default your own."""
     name: str | None = None
-    """What runs' names begin with, and their group; the name of the campaign if not set."""
+    """Prefix of run names, and their group; by default the campaign's name."""

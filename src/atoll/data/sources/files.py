@@ -25,20 +25,13 @@ MOST_NAMES = 100_000
 
 @dataclass(frozen=True)
 class Files:
-    """Some files below a folder or URL.
-
-    Attributes:
-        states: of every file its bytes, and what changes whenever the file does; in the order of names.
-        opener: opens a file by name, for reads of about so many bytes at a time.
-        is_whole: whether they are all of the folder, and not one file or those of a pattern.
-        title: name of the repository that they are of, with `commit`; else empty.
-    """
+    """Some files below a folder or URL."""
 
     root: str
-    states: dict[str, State]
-    opener: Callable[[str, int], BinaryIO]
-    is_whole: bool = True
-    title: str = ""
+    states: dict[str, State]  # size, and what changes whenever the file does, in the order of names
+    opener: Callable[[str, int], BinaryIO]  # by name, for reads of about so many bytes at a time
+    is_whole: bool = True  # whether they are all of the folder, and not one file or those of a pattern
+    title: str = ""  # of the repository that they are of, with `commit`
     commit: str = ""
 
     def open(self, name: str, buffer: int = BUFFER) -> BinaryIO:
@@ -51,16 +44,10 @@ class Files:
 
 
 def find_files(location: str | Path, suffix: str) -> Files:
-    """The files of one kind that a location names, hidden ones left out; there may be none.
+    """The files with this suffix that a location names, hidden ones left out; there may be none.
 
-    Args:
-        location: a file, a folder, or a pattern of files: `{00..99}` and `{a,b}` name files that all have to
-            be there, `*`, `?` and `[ab]` stand for whatever is there. On this machine or by URL.
-        suffix: the end of their names.
-
-    Raises:
-        DataError: there is nothing at all, or a file that a pattern names is missing.
-        StoreError: the store cannot be read.
+    It is a file, a folder, or a pattern of files, on this machine or by URL: `{00..99}` and `{a,b}` name
+    files that all have to be there (else `DataError`), `*`, `?` and `[ab]` stand for whatever is there.
     """
     text = str(location)
     folder, _, last = text.rpartition("/")

@@ -68,8 +68,7 @@ class FolderSource(Source):
         return len(self._entries)
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`; the fingerprint covers paths, sizes, times of change and captions."""
-        state = []
+        state = []  # paths, sizes, times of change and captions
         for entry in self._entries:
             if isinstance(entry, Reject):
                 continue
@@ -80,7 +79,6 @@ class FolderSource(Source):
         return self.options.described(clean(f"folder {self.folder.name}"), state)
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """See `Source`."""
         for entry in self._entries[start:stop]:
             yield entry if isinstance(entry, Reject) else self._read(entry)
 

@@ -55,7 +55,6 @@ class GlyphSource(Source):
         return len(self.glyphs)
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`."""
         files = {face: sha256(_folder().joinpath(f"{face}.ttf").read_bytes()) for face in self.faces}
         glyphs = [[*glyph, self._groups[glyph.code]] for glyph in self.glyphs]
         content = [files, glyphs, CANVAS, _LARGEST, _SMALLEST, _SIZE]
@@ -66,7 +65,6 @@ class GlyphSource(Source):
         }
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """See `Source`."""
         labels = {face: number for number, face in enumerate(self.faces)}
         for glyph in self.glyphs[start:stop]:
             yield Record(

@@ -28,17 +28,11 @@ PREFIX = "hf://"
 
 @dataclass(frozen=True)
 class Name:
-    """What `hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT` or `hf:///FOLDER?split=SPLIT` names.
+    """Parts of `hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT` or `hf:///FOLDER?split=SPLIT`."""
 
-    Attributes:
-        location: OWNER/NAME, or the absolute path of a folder.
-        revision: a commit, branch or tag; None for a folder.
-        config: the subset; None for the only one.
-    """
-
-    location: str
-    revision: str | None
-    config: str | None
+    location: str  # OWNER/NAME, or the absolute path of a folder
+    revision: str | None  # a commit, branch or tag; None for a folder
+    config: str | None  # the subset; None for the only one
     split: str
 
     @classmethod
@@ -62,12 +56,7 @@ class Name:
 
 
 def open_hub(text: str, options: RowOptions) -> Source:
-    """Open a data set by its `hf://` name.
-
-    Raises:
-        DataError: there is none, it is of a kind that is not read, or it cannot be reached.
-        ConfigError: the package `datasets` is not installed.
-    """
+    """Open a data set by its `hf://` name; `DataError` where that fails, or its kind is not read."""
     name = Name.parse(text)
     commit = name.revision
     if commit is not None and not re.fullmatch("[0-9a-f]{40}", commit):

@@ -14,28 +14,17 @@ from atoll.data.sources.files import Files
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a source, not yet decoded.
+    """One row of a source, not yet decoded."""
 
-    Attributes:
-        id: unique in the source; made safe as a file name by the ingest.
-        key: where the source has it, for people: a path, a row number.
-        image: the bytes of an image file, or a picture that the source drew itself.
-        label: class label, 0 or larger.
-        group: rows of one group always fall into the same split; without it, equal pictures do.
-        captions: all captions, the first of them `caption`; empty where the source has one a row.
-        licence: of this row, where the source has one for each.
-        source: name of the source, of several.
-    """
-
-    id: str
-    key: str
-    image: bytes | Image.Image
+    id: str  # unique in the source; made safe as a file name by the ingest
+    key: str  # where the source has it, for people: a path, a row number
+    image: bytes | Image.Image  # of a file, or one that the source drew itself
     caption: str
-    label: int | None = None
-    group: str | None = None
-    captions: tuple[str, ...] = ()
-    licence: str | None = None
-    source: str | None = None
+    label: int | None = None  # 0 or larger
+    group: str | None = None  # rows of one fall into the same split; without it, equal pictures do
+    captions: tuple[str, ...] = ()  # all, `caption` first; empty where the source has one a row
+    licence: str | None = None  # of this row, where the source has one for each
+    source: str | None = None  # its name, of several
 
 
 class Source(Protocol):
@@ -79,8 +68,7 @@ class FilesSource(Source):
         return sum(self.counts)
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`; a repository's files go by its name, with the commit."""
-        files = self.files
+        files = self.files  # a repository's go by its name, with the commit
         named = files.root if files.is_whole else next(iter(files.states))
         about = self.options.described(
             clean(files.title or f"{self.KIND} {PurePosixPath(named).name}"), self.content()
@@ -92,7 +80,6 @@ class FilesSource(Source):
         return clean(repr([[name, *state] for name, state in self.files.states.items()]))
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """See `Source`."""
         for number, low, high in spans(self.counts, start, stop):
             yield from self.read(number, low, high)
 
@@ -104,15 +91,7 @@ class FilesSource(Source):
 def to_record(
     row: Mapping[str, Any], options: RowOptions, key: str, image: bytes | None, place_id: str
 ) -> Record | Reject:
-    """A row of a table as a record, or what is wrong with it.
-
-    Args:
-        row: values by column.
-        options: resolved options.
-        key: where the row is, for people.
-        image: bytes of the picture.
-        place_id: the id, where no column holds it.
-    """
+    """A row of a table as a record, or what is wrong with it; `place_id` is its id, if no column has one."""
     if not isinstance(image, bytes) or not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
     # -1 where there is no label; None where the value is no integer of 32 bits: "4" and 4.0 are labels, and

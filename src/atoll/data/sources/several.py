@@ -32,14 +32,8 @@ FIRST = 16
 def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | None = None) -> Source:
     """Open a source by what the user wrote.
 
-    Args:
-        text: `glyphs`, a folder of images, parquet or tar files or a folder of them (on this machine or by
-            the URL of an object store), or `hf://datasets/OWNER/NAME@REVISION`.
-        options: `SourceOptions` (an `IngestConfig` is one), or plain data for them.
-
-    Raises:
-        DataError: there is no such source, or it cannot be read as one.
-        ConfigError: the options are wrong.
+    That is `glyphs`, a folder of images, parquet or tar files or a folder of them (on this machine or by the
+    URL of an object store), or `hf://datasets/OWNER/NAME@REVISION`. `DataError` where there is none.
     """
     if not isinstance(options, SourceOptions):
         options = SourceOptions.parse(options or {}, "the options of the source")
@@ -85,7 +79,6 @@ class SeveralSources(Source):
         return sum(self.counts)
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`; `sources` has each part's own."""
         parts = self._described
         columns = {column for about in parts.values() for column in about.get("columns", [])}
         return {
@@ -103,7 +96,6 @@ class SeveralSources(Source):
         return {name: source.describe() for name, source in self.parts.items()}
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        """See `Source`."""
         names = list(self.parts)
         for number, low, high in spans(self.counts, start, stop):
             name = names[number]
@@ -121,12 +113,8 @@ class SeveralSources(Source):
 def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions) -> Source:
     """Open the source or the several sources of a campaign, and look at the first rows of each.
 
-    Args:
-        named: as `open_source` takes it, or settings by name.
-        options: of a single source; several take them where they do not say otherwise.
-
-    `DataError` also where none of a source's first rows can be used, or one has several captions and
-    `captions` is off.
+    Several take the options where they do not say otherwise. `DataError` also where none of a source's first
+    rows can be used, or one has several captions and `captions` is off.
     """
     if isinstance(named, str):
         return _usable(open_source(named, options))
