@@ -74,7 +74,7 @@ def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) ->
     assert read_yaml(text, "new") == read_yaml(recipe, "recipe")
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert head == [line for line in recipe.splitlines() if line.startswith("#")]
-    assert "\nseed: 0  # " in text and re.search(r"\n  k: \d+  # Number of clusters, and of experts\n", text)
+    assert "\nseed: 0  # " in text and re.search(r"\n  k: \d+  # Number of clusters and experts", text)
     assert head[0].startswith(f"# {name}: ") and any("ardware" in line for line in head)
     assert Campaign.open(tmp_path / "c").config.seed == 0
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from atoll.flow.guidance import guide
+from atoll.flow.prediction import guide
 
 
 def test_scale_one_is_the_conditional_velocity_exactly() -> None:

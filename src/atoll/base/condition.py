@@ -11,19 +11,12 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition of a batch; every part is optional, and all present parts share B.
+    """The condition of a batch; every part is optional, and all present parts share B."""
 
-    Attributes:
-        labels: class labels, int64 `(B,)`.
-        text: text states `(B, L, D)`, with `mask`.
-        mask: which text states are real, bool `(B, L)`.
-        pooled: one vector per text `(B, P)`.
-    """
-
-    labels: Tensor | None = None
-    text: Tensor | None = None
-    mask: Tensor | None = None
-    pooled: Tensor | None = None
+    labels: Tensor | None = None  # class labels, int64 (B,)
+    text: Tensor | None = None  # text states (B, L, D), with `mask`
+    mask: Tensor | None = None  # which text states are real, bool (B, L)
+    pooled: Tensor | None = None  # one vector per text (B, P)
 
     def parts(self) -> dict[str, Tensor]:
         """Those that are present, by name."""
@@ -103,8 +96,5 @@ class Denoiser(Protocol):
     """Anything that gives the flow: an expert, the ensemble, the monolith, a student."""
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        """The velocity `v = d x_t / dt` `(B, C, H, W)` at `x_t (B, C, H, W)`, `t (B,)` in [0, 1].
-
-        t = 0 is data and t = 1 is noise.
-        """
+        """`v = d x_t / dt` `(B, C, H, W)` at `x_t (B, C, H, W)` and `t (B,)`: 0 is data, 1 is noise."""
         ...

@@ -42,18 +42,12 @@ def ratio_of(value: float | None, base: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        unit: of `FORMATS`, or any other; empty for texts and plain numbers.
-        meaning: what the value is, in a sentence.
-        digits: significant ones that a terminal shows.
-    """
+    """A column of a table."""
 
     name: str
-    unit: str = ""
-    meaning: str = ""
-    digits: int = 4
+    unit: str = ""  # of `FORMATS`, or any other; empty for texts and plain numbers
+    meaning: str = ""  # of the value, in a sentence
+    digits: int = 4  # significant ones that a terminal shows
 
 
 def measured(default: Any = ..., unit: str = "", digits: int = 4) -> Any:

@@ -160,10 +160,8 @@ class SwitchRow(OfStrategy):
 
 
 class ClusterMatchRow(OfStrategy):
-    """Samples by the expert that served them most, beside held-out pictures of its cluster.
-
-    Distances are Euclidean, between features of unit length and centroids.
-    """
+    """Samples by the expert that served them most, beside held-out pictures of its cluster, by Euclidean
+    distances between features of unit length and centroids."""
 
     cluster: Cluster = column("Number of the expert.")
     samples: int = column("That it served.")

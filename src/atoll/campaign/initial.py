@@ -154,10 +154,7 @@ def publish_initial(
 
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
-    """Refuse a checkpoint that is not there or is of another class, before any work is done.
-
-    Relative paths start from `beside`, the campaign's folder.
-    """
+    """Refuse a checkpoint that is not there or of another class, before any work; paths are from `beside`."""
     warned = set()
     # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
@@ -179,10 +176,7 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
 
 
 class Checkpoints:
-    """The checkpoints that a campaign's runs start from, each read once and told once.
-
-    Relative paths start from `beside`, the campaign's folder.
-    """
+    """The checkpoints that a campaign's runs start from, each read once and told once."""
 
     def __init__(self, beside: str) -> None:
         self.beside = beside

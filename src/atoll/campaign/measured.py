@@ -10,7 +10,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.base.table import Table, Tables
+from atoll.base.table import Table, Tables, ratio_of
 from atoll.campaign.roles import BASELINE, BESIDE
 from atoll.model.routing import Routing
 from atoll.store.store import Store
@@ -288,6 +288,4 @@ class Comparison(Report):
     def ratio(self, row: ComparedModel | None) -> float | None:
         """Distance over the monolith's."""
         base = self.row(BASE)
-        if row is None or row.distance is None or base is None or not base.distance:
-            return None
-        return row.distance / base.distance
+        return ratio_of(row.distance if row else None, base.distance if base else None)

@@ -68,10 +68,7 @@ def squared_distances(features: Features, centroids: Features) -> Features:
 def nearest_centroid(
     features: Features, centroids: Features, prices: Features | None = None
 ) -> NDArray[np.int64]:
-    """Number of the nearest centroid `(N,)` in Euclidean distance; the lower number wins a tie.
-
-    Prices `(K,)` are added to the squared distances.
-    """
+    """Nearest centroid `(N,)` by squared distance plus price `(K,)`; the lower number wins a tie."""
     distances = squared_distances(features, centroids)
     if prices is not None and len(prices):
         distances += prices

@@ -81,10 +81,7 @@ class Column:
         return dtype
 
     def read(self, rows: ArrayLike) -> Tensor:
-        """Values `(n, *shape)` of a fixed column for any row numbers `(n,)`, in their order.
-
-        `StoreError` where a shard is missing or damaged, which is checked when it is first opened.
-        """
+        """Values `(n, *shape)` of a fixed column for any row numbers `(n,)`, in their order."""
         assert self.meta.kind == "fixed", f"column {self.meta.name} is ragged: use read_ragged"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]

@@ -144,11 +144,6 @@ class DataSet:
             fix = "it is damaged: write the data set again"
             raise DataError(f"{name} is not readable parquet ({first_line(error)[:200]})", fix) from None
 
-    def row_columns(self) -> list[str]:
-        """Names of the columns of rows."""
-        names: list[str] = self.shard_table(0).column_names
-        return names
-
     def take(self, rows: ArrayLike) -> pa.Table:
         """Rows by number, in order; only the shards that hold them are read, each once."""
         parts = list(by_shard(self.bounds, np.asarray(rows, dtype=np.int64)))

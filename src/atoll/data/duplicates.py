@@ -68,7 +68,6 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
         raise DataError(what, "run 'atoll data embed' first")
     fingerprint_job(dataset).run()
     search = _Search(dataset)
-    search.same_files()
     search.same_pixels(dataset.column(LOOKS), config)
     if config.cosine is not None:
         search.same_features(dataset.column(features_column(encoder)), config.cosine)
@@ -122,20 +121,18 @@ class _Search:
         sides = dataset.table(["width", "height", "sha256"])
         area = sides["width"].to_numpy().astype(np.int64) * sides["height"].to_numpy()
         rows = np.arange(len(dataset))
-        self.files = sides["sha256"].to_numpy(zero_copy_only=False)
+        files = sides["sha256"].to_numpy(zero_copy_only=False)
         self.order = np.lexsort((rows, -area))  # the better of two comes first
         self.rank = np.argsort(self.order)
         self.kept_row = rows.copy()
         self.reason, self.distances = np.zeros(len(rows), np.int8), np.zeros(len(rows), np.float32)
+        self._equal(self.left, files[self.left], 1)
 
     @property
     def left(self) -> Rows:
         """Rows that are no duplicates so far, the better ones first."""
         rows: Rows = self.order[self.kept_row[self.order] == self.order]
         return rows
-
-    def same_files(self) -> None:
-        self._equal(self.left, self.files[self.left], 1)
 
     def same_pixels(self, looks: Column, config: DedupeConfig) -> None:
         import faiss

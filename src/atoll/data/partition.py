@@ -315,7 +315,7 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
 
     `DataError` where there is no such column, it holds something else, or a row has no value.
     """
-    known = dataset.row_columns()
+    known: list[str] = dataset.shard_table(0).column_names
     if name in known:
         column = dataset.table([name]).column(name)
         if not (pa.types.is_string(column.type) or pa.types.is_integer(column.type)):
@@ -349,11 +349,7 @@ def merge(
 
     As many values as clusters are taken in order, numbers by size. More are merged: the heaviest first, each
     to the cluster that is emptiest for its capacity; clusters are then numbered by falling mass, unless
-    capacities number them.
-
-    `weights` of the rows `(rows,)` are 0 for those that are not trained on.
-
-    `PartitionError` where there are fewer values than clusters.
+    capacities number them. Weights `(rows,)` are 0 for rows that are not trained on.
     """
     names, owners = np.unique(values, return_inverse=True)
     totals, k = np.bincount(owners, weights, len(names)), config.k

@@ -102,9 +102,7 @@ class RowOptions(Config):
     def resolve(self, tables: Sequence[tuple[str, Sequence[str]]]) -> "RowOptions":
         """The same with the caption's column filled in, for tables (name and columns) that are read alike.
 
-        It stays None where there is no such column and the label is the caption.
-
-        `DataError` where a table lacks a column.
+        It stays None where the label is the caption. `DataError` where a table lacks a column.
         """
         # One name for all files: captions of one file and labels of another would train two conditions.
         usual = (name for _, names in tables for name in CAPTIONS if name in names)

@@ -31,10 +31,8 @@ def write_subset(
 ) -> DataSet:
     """Write some rows, in the given order, and some columns as a data set of their own, without pictures.
 
-    `columns` are copied with their extras. Killed and called again it continues; called again when it is
-    finished it only verifies the columns.
-
-    `DataError` where there are no rows, a column is missing, or the folder holds a data set of other rows.
+    Columns are copied with their extras. Killed and called again it continues; called again when it is
+    finished it only verifies the columns. `DataError` where the folder holds a data set of other rows.
     """
     numbers = np.asarray(rows, dtype=np.int64)
     if not len(numbers):

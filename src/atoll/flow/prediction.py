@@ -1,4 +1,4 @@
-"""What a network predicts, and exact conversion between predictions and between schedules.
+"""What networks predict, exact conversion between predictions and between schedules, and guidance.
 
 Every prediction is a mixture `a x0 + b eps`; so is the state, `x_t = alpha x0 + sigma eps`. Two
 mixtures determine any third, so each conversion is `f(t) x_t + g(t) value` with two numbers per
@@ -90,7 +90,7 @@ def flow_velocity(
     below, inside = now.clamp(min=DATA_EDGE), (now >= lo) & (now <= hi)
     f = torch.where(inside, f * scale, (1 - f_x0 * scale) / below)
     g = torch.where(inside, g, -g_x0 / below)
-    v = _combine(f, x_t, g, answer)
+    v = _like(f, x_t) * x_t + _like(g, answer) * answer
     if bound is None:
         return v
     x0 = x_t - _like(now, x_t) * v
@@ -120,9 +120,20 @@ def _rescale(t: Tensor, tau: Tensor, source: Schedule, target: Schedule) -> Tens
     return torch.where(alpha > sigma, target.alpha(tau) / alpha, target.sigma(tau) / sigma)
 
 
-def _combine(f: Tensor, x: Tensor, g: Tensor, value: Tensor) -> Tensor:
-    return _like(f, x) * x + _like(g, value) * value
-
-
 def _like(values: Tensor, x: Tensor) -> Tensor:
     return expand(values, x).to(x.dtype)
+
+
+def guide(
+    v_cond: Float[Tensor, "B C H W"],
+    v_null: Float[Tensor, "B C H W"],
+    scale: float | Float[Tensor, "B"],
+) -> Float[Tensor, "B C H W"]:
+    """Classifier-free guidance (arXiv 2207.12598): `v_null + scale (v_cond - v_null)`, at 1 `v_cond` exactly.
+
+    The scale is the paper's `1 + w`.
+    """
+    if isinstance(scale, Tensor):
+        each = _like(scale, v_cond)
+        return torch.where(each == 1, v_cond, v_null + each * (v_cond - v_null))
+    return v_cond if scale == 1 else v_null + scale * (v_cond - v_null)

@@ -33,16 +33,15 @@ def trained_on(settings: Mapping[str, Any]) -> tuple[Prediction, str]:
     for key in ("trained_betas", "rescale_betas_zero_snr"):
         if config.get(key):
             raise ConfigError(f"a schedule with {key} is not converted", _FIX)
-    return _PREDICTIONS[config["prediction_type"]], schedule_name(_schedule(config))
-
-
-def _schedule(config: Mapping[str, Any]) -> Schedule:
     steps, kind = int(config["num_train_timesteps"]), config["beta_schedule"]
     ends = float(config["beta_start"]), float(config["beta_end"])
+    noise: Schedule
     if kind == "linear":
-        return DDPMLinear(steps, *ends)
-    if kind == "scaled_linear":
-        return DDPMScaledLinear(steps, *ends)
-    if kind == "squaredcos_cap_v2":
-        return DDPMCosine(steps)
-    raise ConfigError(f"beta_schedule {kind!r} is not converted", _FIX)
+        noise = DDPMLinear(steps, *ends)
+    elif kind == "scaled_linear":
+        noise = DDPMScaledLinear(steps, *ends)
+    elif kind == "squaredcos_cap_v2":
+        noise = DDPMCosine(steps)
+    else:
+        raise ConfigError(f"beta_schedule {kind!r} is not converted", _FIX)
+    return _PREDICTIONS[config["prediction_type"]], schedule_name(noise)

@@ -3,9 +3,9 @@
 Imports no torch: settings hold both.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
@@ -25,18 +25,11 @@ class Generation(Config):
     shift: float = Field(default=1.0, gt=0, le=1e4)
     """Time shift of the sampling steps (SD3): s moves t to s t / (1 + (s - 1) t). Above 1, more steps are at
     high noise."""
-    size: str | None = None
+    size: Annotated[str, AfterValidator(lambda text: parse_size(text) and text)] | None = None
     """Width x height in pixels, such as 336x192, one of the training sizes; by default the one nearest to a
     square."""
     seed: int = 0
     """Random seed of noise and routing. Image i depends on the seed and i only, not on its batch."""
-
-    @field_validator("size")
-    @classmethod
-    def _readable(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_size(value)
-        return value
 
     def with_(self, **changes: Any) -> Self:
         """A copy with some values replaced; None leaves one as it is, and a wrong one is a `ConfigError`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, concatenate
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position, normals, uniforms
-from atoll.flow.guidance import guide
+from atoll.flow.prediction import guide
 from atoll.model.bank import Bank
 from atoll.model.dispatch import Dispatch, Trace, route
 from atoll.model.generation import Generation

@@ -22,13 +22,8 @@ with lean_imports():
 
 
 class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """`p(k | x_t, t, condition)` as logits.
-
-    Args:
-        patch_size: side of a patch; coarser than the experts' is cheaper.
-        caption_channels: D of the text states; 0 for a router that sees no text.
-        num_classes: class labels; 0 for a router that sees no label.
-    """
+    """`p(k | x_t, t, condition)` as logits; it sees no text without `caption_channels` (D of the states), and
+    no label without `num_classes`."""
 
     card: Any = None
     """What it is, once published; as a component of a pipeline it travels alone."""

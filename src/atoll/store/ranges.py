@@ -34,17 +34,14 @@ class _Ranges(io.RawIOBase):
         stop = min(self._place + len(buffer), self._size)
         if stop <= self._place:
             return 0
-        buffer[: stop - self._place] = self._range(self._place, stop)
-        count, self._place = stop - self._place, stop
-        return count
-
-    def _range(self, start: int, stop: int) -> bytes:
+        start, count = self._place, stop - self._place
         # obstore asks again where a request fails, but not where only a part of the body arrives.
         for pause in (*PAUSES, None):
             try:
                 data = self._fetch(start, stop)
-                if len(data) == stop - start:
-                    return data
+                if len(data) == count:
+                    buffer[:count], self._place = data, stop
+                    return count
             except StoreError as error:
                 if pause is None or type(error) is not StoreError:  # those of its own kinds stay as they are
                     raise

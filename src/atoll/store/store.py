@@ -206,10 +206,7 @@ class Store:
             raise self._unread(key, error) from None
 
     def modified(self, key: str) -> float:
-        """When an object was last written, in POSIX seconds by the store's own clock; `Absent` without one.
-
-        S3 keeps whole seconds.
-        """
+        """When an object was last written, in POSIX seconds by the store's own clock (S3: whole ones)."""
         return float(self._head(key)["last_modified"].timestamp())
 
     def _head(self, key: str) -> Any:
@@ -255,11 +252,7 @@ class Store:
             local.sweep(self.path(prefix))
 
     def path(self, key: str) -> Path:
-        """A local file that holds this object's bytes, for readers that map files into memory.
-
-        On local disk it is the file itself, whether it exists or not; of a remote object, a copy in
-        the cache folder (`store.cache`).
-        """
+        """A local file with this object's bytes: itself, or of a remote object a copy (`store.cache`)."""
         if self.local is not None:
             return self.local / self._key(key)
         try:

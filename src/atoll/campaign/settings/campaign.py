@@ -222,10 +222,6 @@ class CampaignConfig(Config):
                     "data.source: the weights differ, but rows are drawn without weights",
                     "set data.weighted=true, or leave out the weights",
                 )
-        if self.budget.pretrain:
-            self._check_pretrain()
-        if self.student is not None:
-            self._check_student(self.student)
         self.sampling.routing.check(self.partition.k)
         if self.sampling.routing.null == PRETRAIN and not self.budget.pretrain:
             raise ConfigError(
@@ -237,7 +233,10 @@ class CampaignConfig(Config):
                 Routing.named(name)
         return self
 
-    def _check_pretrain(self) -> None:
+    @model_validator(mode="after")
+    def _check_pretrain(self) -> Self:
+        if not self.budget.pretrain:
+            return self
         shared = self.budget.pretrain + self.router.share
         if shared >= 1:
             raise ConfigError(
@@ -263,9 +262,13 @@ class CampaignConfig(Config):
                 "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack",
                 "set sampling.guide_share=1",
             )
+        return self
 
-    def _check_student(self, student: StudentConfig) -> None:
+    @model_validator(mode="after")
+    def _check_student(self) -> Self:
         # All of this would come up when the teachers are trained, days after the mistake.
+        if (student := self.student) is None:
+            return self
         student.batch(self.train.batch)
         network, k = self.denoiser("student")[0], self.partition.k
         if student.stock:
@@ -282,6 +285,7 @@ class CampaignConfig(Config):
                     " one than the student's",
                     "set student.start: scratch, or make student.network and islands' networks equal",
                 )
+        return self
 
     def frozen(self) -> dict[str, Any]:
         """The part that is fixed once the campaign exists."""

@@ -41,11 +41,7 @@ class _Entry:
 
 
 class FolderSource(Source):
-    """The images below a folder, in the order of their paths.
-
-    `DataError` where the folder is missing, is a file, holds no images or no captions, or a metadata file
-    lacks a column.
-    """
+    """The images below a folder, in the order of their paths; `DataError` where they or captions lack."""
 
     def __init__(self, folder: Path, options: RowOptions | None = None) -> None:
         if not folder.is_dir():

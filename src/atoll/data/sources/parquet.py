@@ -28,8 +28,6 @@ class ParquetSource(FilesSource):
 
     A picture is a struct with `bytes`, or a binary column named `image`. Of remote files footers and the row
     groups that are asked for are read, and nothing is kept on disk.
-
-    `DataError` where there is no parquet file, one cannot be read, or one lacks a column.
     """
 
     KIND = "parquet"

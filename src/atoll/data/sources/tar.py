@@ -10,9 +10,7 @@ tars do is refused as a whole, since readers that stop there lose the rest witho
 """
 
 import json
-import os
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
@@ -27,7 +25,7 @@ from atoll.data.settings import RowOptions
 from atoll.data.sources.files import Files
 from atoll.data.sources.folder import LARGEST
 from atoll.data.sources.record import FilesSource, Record, to_record
-from atoll.store import cache
+from atoll.store import cache, local
 
 LARGEST_TEXT = 16 * 2**20
 """Bytes above which a text or JSON file of a sample is not read."""
@@ -47,10 +45,7 @@ Sample = tuple[str, dict[str, Span]]
 
 
 class TarSource(FilesSource):
-    """The samples of tar files, in the order of the tars' names and of each sample's first file.
-
-    `DataError` where there is no tar, one is cut, damaged or compressed, or the first samples lack a column.
-    """
+    """The samples of tar files, in the order of the tars' names and of each sample's first file."""
 
     KIND = "tar"
 
@@ -152,12 +147,9 @@ def _index(files: Files, name: str) -> Path:
         return path
     with files.open(name) as file:
         samples = scan(file, files.where(name))
+    text = "".join(f"{line}\n" for line in (len(samples), *map(json.dumps, samples)))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Processes of one ingest write it at the same time, so none may see another's half.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".part-", delete=False) as part:
-            part.writelines(f"{line}\n" for line in (len(samples), *map(json.dumps, samples)))
-        os.replace(part.name, path)
+        local.write(path, text.encode(), replace=True)  # whole, as processes of one ingest do it at once
     except OSError as error:
         what = f"cannot write what a tar holds below {cache.folder()}: {error.strerror}"
         raise StoreError(what, "set ATOLL_CACHE to a folder with enough space") from None
