@@ -117,12 +117,12 @@ def test_all_settings_are_printed_with_what_they_mean(
     # A group that is not there is written out too, to be uncommented.
     for line in (
         "student: null  # One network",
-        "#   teacher: cluster  # `cluster`: the expert of the sample's",
+        "#   teacher: cluster  # `cluster`: the expert of the image's",
     ):
         assert any(shown.startswith(line) for shown in lines), line
     assert [line for line in lines if "  # " not in line] == []  # every key is explained
     folder = write_campaign(tmp_path / "c", {"sampling": {"steps": 9}})
-    assert "\n  steps: 9  # Steps of the sampler" in command(capsys, "config", folder).out
+    assert "\n  steps: 9  # Sampling steps" in command(capsys, "config", folder).out
     refused(command(capsys, "config", tmp_path / "none"), "there is no folder")
 
 

@@ -199,6 +199,7 @@ def test_rows_that_are_alike_cannot_be_divided() -> None:
         ({"k": 4, "max_share": 0.2}, "does not hold all rows"),
         ({"k": 4, "min_share": 0.3}, "min_share=0.3 is more than 4 clusters can each hold"),
         ({"k": 4, "max_share": 0.4, "min_share": 0.5}, "min_share=0.5 is more than"),
+        ({"k": 3, "capacities": [8, 1, 1], "min_share": 0.2}, "ask for 10.0% to 80.0% of the rows"),
         ({"method": "column"}, "column is for partition.method=column"),
         ({"column": "source"}, "column is for partition.method=column"),
     ],

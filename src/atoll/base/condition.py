@@ -54,10 +54,7 @@ class Condition:
         return self.map(lambda part: part.expand(batch, *part.shape[1:]))
 
     def where(self, keep: Tensor, other: "Condition") -> "Condition":
-        """Rows where `keep (B,)` is true from self, the rest from `other` (one row or B rows).
-
-        Text states of different length are padded to the longer one.
-        """
+        """Rows where `keep (B,)` is true from self, the rest from `other` (one row or B); text is padded."""
         mine, null = pad_text([self, other])
         batch = keep.shape[0]
         null = null.expand(batch) if null.rows == 1 else null

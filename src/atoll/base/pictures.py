@@ -32,10 +32,7 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
 
 
 def picture_place(place: str | Path) -> tuple[Path, bool]:
-    """Path of a picture's file, or of a folder (whose name ends in a slash) and True; the folder is made.
-
-    `ConfigError` where nothing can be written, or of another ending than `FORMATS` knows.
-    """
+    """Path of a picture's file, or of a folder (whose name ends in a slash) and True; the folder is made."""
     path = Path(place)
     if str(place).endswith(os.sep) or (str(place) and path.is_dir()):
         try:

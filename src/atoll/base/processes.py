@@ -50,25 +50,14 @@ class ProcessGroup:
         """Let rank 0 do something and tell the others its answer (plain data), or its failure."""
         if self.size == 1:
             return do()
-        if self.first:
-            return self._patiently(do)
-        while (answer := self._broadcast(None)) == _BUSY:
-            pass
-        value, failure = answer
-        if failure is not None:
-            raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
-        return cast(Result, value)
+        if not self.first:
+            while (answer := self._broadcast(None)) == _BUSY:
+                pass
+            value, failure = answer
+            if failure is not None:
+                raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
+            return cast(Result, value)
 
-    def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
-        with named(f"the results of process {rank}"):
-            for tensor in tensors:
-                if self.first:
-                    dist.recv(tensor, rank)
-                else:
-                    dist.send(tensor, 0)
-
-    def _patiently(self, do: Callable[[], Result]) -> Result:
         # However long it takes, the others hear in time that it is under way: a collective that they wait in
         # would fail after `limit` seconds, and an export of many gigabytes takes longer.
         done, lost = threading.Event(), list[AtollError]()
@@ -82,8 +71,7 @@ class ProcessGroup:
 
         thread = threading.Thread(target=reassure, daemon=True, name="reassure")
         thread.start()
-        value: Any = None
-        failure: AtollError | None = None
+        value = failure = None
         try:
             value = do()
         except AtollError as error:
@@ -97,6 +85,15 @@ class ProcessGroup:
         if failure is not None:
             raise failure
         return cast(Result, value)
+
+    def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
+        with named(f"the results of process {rank}"):
+            for tensor in tensors:
+                if self.first:
+                    dist.recv(tensor, rank)
+                else:
+                    dist.send(tensor, 0)
 
     def _broadcast(self, message: Any) -> Any:
         # Over the CPU's backend: NCCL would first wait for all that the GPU has queued.

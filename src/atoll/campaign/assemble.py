@@ -118,29 +118,20 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None
     except StoreError:
         return False
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
-    places = {f"{part_of(card)}/{CARD}": f"{run.network}/{CARD}" for run, card in cards.items()}
-    parts = len(places)
-    if guide is not None:
-        # A checkpoint has no card of its own to be a copy of: all that is known of it must agree.
-        place = f"{part_of(guide)}/{CARD}"
-        theirs, there = guide.model_dump(mode="json"), f"ensemble/{place}"
-        mine = store.get_json(there) if place in hashes else {}
-        if any(mine.get(key) != value for key, value in theirs.items() if value) or store.exists(
-            there + SUFFIX
-        ):
+    for run, card in cards.items():
+        part, published = f"ensemble/{part_of(card)}/{CARD}", f"{run.network}/{CARD}"
+        signatures = [store.get(k + SUFFIX) if store.exists(k + SUFFIX) else b"" for k in (part, published)]
+        if (sha := hashes.get(part.removeprefix("ensemble/"))) is None:
             return False
-        del places[place]
-    signed = [
-        [store.get(key + SUFFIX) if store.exists(key + SUFFIX) else b"" for key in pair]
-        for pair in ((f"ensemble/{mine}", theirs) for mine, theirs in places.items())
-    ]
-    return (
-        len(manifest.parts) == parts
-        and all(hashes.get(mine) == sha256(store.get(theirs)) for mine, theirs in places.items())
-        and all(mine == theirs for mine, theirs in signed)
-        and defaults(sampling).items() <= index.items()
-        and scheduler.get("shift") == sampling.shift
-    )
+        if run.role == PRETRAIN and guide is not None:
+            # A checkpoint has no card of its own to be a copy of: all that is known of it must agree.
+            known = {key: value for key, value in guide.model_dump(mode="json").items() if value}
+            if signatures[0] or not known.items() <= store.get_json(part).items():
+                return False
+        elif sha != sha256(store.get(published)) or signatures[0] != signatures[1]:
+            return False
+    same = defaults(sampling).items() <= index.items() and scheduler.get("shift") == sampling.shift
+    return same and len(manifest.parts) == len(cards)
 
 
 def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[Run, Card]]:

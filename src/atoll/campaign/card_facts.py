@@ -1,6 +1,7 @@
 """What a model card says beside the cards of the parts: gathered from a campaign at any stage."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from atoll.base.errors import AtollError
@@ -28,11 +29,22 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
 
     `parts` are digests of weights: of the ensemble's, as in `ensemble.json`, or of a network by its role.
     """
+    from atoll.data.dataset import DataSet
+
     store = campaign.store
     partition = read_partition(store)
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     facts["partition"] = {key: getattr(partition, key) for key in ("method", "encoder", "sizes")}
-    facts["data"] = {**_source(campaign, partition.k), "rows": partition.rows}
+    facts["data"] = {}
+    # From the data set or, on a machine that has islands only, from an island's part of it.
+    for place in (None, *(f"{run.folder}/data" for run in experts_of(partition.k))):
+        with suppress(AtollError):
+            source = (DataSet.open(store, place) if place else campaign.dataset()).manifest.source
+            named = str(source.get("name", "")).rstrip("/").rsplit("/", 1)[-1]  # no path of this machine
+            facts["data"] |= {"source": named}
+            facts["data"] |= {"licence": source["licence"]} if source.get("licence") else {}
+            break
+    facts["data"]["rows"] = partition.rows
     if campaign.config.data.weighted and campaign.has_dataset():
         facts["data"]["weights"] = campaign.dataset().column("weights").meta.producer
     facts["data"]["clusters"] = of_clusters(store)
@@ -67,23 +79,3 @@ def prompts(campaign: Campaign, count: int) -> list[str]:
     texts = (captions[int(row)] for row in (rows if len(rows) else range(len(dataset))))
     distinct = list(dict.fromkeys(text for text in texts if text))
     return distinct[:: max(1, len(distinct) // max(1, count))][:count]  # from the whole of the list
-
-
-def _source(campaign: Campaign, k: int) -> dict[str, Any]:
-    from atoll.data.dataset import DataSet
-
-    # From the data set or, on a machine that has islands only, from an island's part of it.
-    for prefix in (None, *(f"{run.folder}/data" for run in experts_of(k))):
-        try:
-            if prefix is None:
-                dataset = campaign.dataset()
-            elif campaign.store.exists(f"{prefix}/manifest.json"):
-                dataset = DataSet.open(campaign.store, prefix)
-            else:
-                continue
-        except AtollError:
-            continue
-        source = dataset.manifest.source
-        named = str(source.get("name", "")).rstrip("/").rsplit("/", 1)[-1]  # no path of this machine
-        return {"source": named, **({"licence": source["licence"]} if source.get("licence") else {})}
-    return {}

@@ -54,8 +54,7 @@ class DataSpec:
 def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
     """Read what is there: the partition, else the data set, else the settings; and assume the rest.
 
-    `rows` are the training rows to assume where there is no data set yet. `ConfigError` if the settings do
-    not tell the shape, such as a VAE that is not known.
+    `rows` are the training rows to assume where there is no data set yet.
     """
     config, k = campaign.config, campaign.config.partition.k
     precomputed = config.data.precompute_text

@@ -191,14 +191,22 @@ class Campaign:
 
 
 def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
-    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
-
-    `ConfigError` for a wrong setting, and where there is a campaign of other settings.
-    """
+    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL."""
     tree = read_yaml(recipe, "the recipe")
     for assignment in sets:
         set_value(tree, _from_shell(assignment))
-    _check_sources(CampaignConfig.parse(tree, "the new campaign"), local_path(folder))
+    config, own = CampaignConfig.parse(tree, "the new campaign"), local_path(folder)
+    # Refuse sources that are not there, and a campaign that would be ingested with its own images.
+    named = config.source(str(own or ""))
+    for source in [named] if isinstance(named, str) else [each.source for each in (named or {}).values()]:
+        path = None if source == "glyphs" else local_path(source)
+        if path is None:
+            continue
+        if not path.exists():
+            fix = "set data.source to a folder of images, a parquet file or glyphs"
+            raise ConfigError(f"there is no {path}", fix)
+        if own is not None and path.is_dir() and own.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"{own} lies in the folder of images", "choose a folder outside it")
     store, above, lines = Store.open(folder, create=True), dict[str, list[str]](), list[str]()
     for line in recipe.splitlines():  # what it says of itself, and of a group
         lines.append(line)
@@ -224,20 +232,6 @@ def settings(folder: str | None) -> str:
     defaults = CampaignConfig.parse({"data": {"path": "data"}}, "the defaults")
     config = Campaign.open(folder).config if folder else defaults
     return "\n".join(commented(CampaignConfig, config.model_dump(mode="json")))
-
-
-def _check_sources(config: CampaignConfig, folder: Path | None) -> None:
-    """Refuse sources that are not there, and a campaign that would be ingested with its own images."""
-    named = config.source(str(folder or ""))
-    for source in [named] if isinstance(named, str) else [each.source for each in (named or {}).values()]:
-        path = None if source == "glyphs" else local_path(source)
-        if path is None:
-            continue
-        if not path.exists():
-            fix = "set data.source to a folder of images, a parquet file or glyphs"
-            raise ConfigError(f"there is no {path}", fix)
-        if folder is not None and path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"{folder} lies in the folder of images", "choose a folder outside it")
 
 
 def sets_loose(assignment: str) -> bool:

@@ -18,7 +18,7 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.campaign.budget import router_arguments
 from atoll.campaign.folder import Campaign
-from atoll.campaign.roles import RUNS, Init
+from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.published import trained_on
@@ -54,12 +54,6 @@ _KINDS = {
         "train the experts first: atoll launch",
     ),
 }
-
-
-def init_source(config: CampaignConfig, run: Run) -> Init:
-    """Where a run's weights come from. The monolith's never from shared pretraining."""
-    named = "scratch" if config.denoiser(*run)[0].init == SCRATCH else "checkpoint"
-    return run.kind.init(config) or named  # type: ignore[return-value]
 
 
 def initial_network(config: NetworkConfig, shape: DataShape, seed: int) -> nn.Module:
@@ -202,10 +196,7 @@ class Checkpoints:
 
 
 def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:
-    """Check a freshly drawn network, or give it the weights of the run's own `init/`.
-
-    The plan that is returned has digest and origin of the weights that the run really starts from.
-    """
+    """Check a freshly drawn network, or give it the weights in `init/`; the plan with digest and origin."""
     if plan.init == "scratch":
         if digest_tensors(dict(network.named_parameters())) != plan.init_sha256:
             whose = "than the one that made the partition"

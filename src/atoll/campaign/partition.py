@@ -10,7 +10,7 @@ from atoll.base.rng import seed_of
 from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
 from atoll.campaign.folder import Campaign
-from atoll.campaign.initial import Checkpoints, init_source, initial_network, initial_router
+from atoll.campaign.initial import SCRATCH, Checkpoints, initial_network, initial_router
 from atoll.campaign.runs import (
     Run,
     RunPlan,
@@ -110,7 +110,8 @@ def _write_runs(
             write_clusters(union(store, f"{run.folder}/data", parts, columns), parts, partition)
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
-        settings, start = config.denoiser(*run)[0], init_source(config, run)
+        settings = config.denoiser(*run)[0]
+        start = role.init(config) or ("scratch" if settings.init == SCRATCH else "checkpoint")
         initial: torch.nn.Module
         if role.task == "route":
             initial = initial_router(campaign, shape)

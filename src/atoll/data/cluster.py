@@ -22,10 +22,7 @@ MOST_STARTS = 16_384  # rows whose distances from each other are in memory: 1 Gi
 
 
 def fit(features: Features, k: int, fine: int, seed: int) -> Features:
-    """K coarse centroids `(K, D)` of a sample of normalised features `(N, D)`, the largest cluster first.
-
-    `PartitionError` where there are fewer distinct rows than clusters.
-    """
+    """K coarse centroids `(K, D)` of a sample of normalised features `(N, D)`, the largest cluster first."""
     if not np.isfinite(features).all():
         raise PartitionError(
             "the features hold NaN or infinity", "embed again: atoll data audit names the shard"
@@ -52,11 +49,6 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
         centroids = _kmeans(features, k, seed_of(seed, "rows"), 1, 10, centroids)
     sizes = np.bincount(nearest_centroid(features, centroids), minlength=k)
     return centroids[np.argsort(-sizes, kind="stable")]
-
-
-def sample_rows(fine: int) -> int:
-    """Most rows that `fine` centroids are fitted on."""
-    return SAMPLE * max(fine, LEAST_FINE)
 
 
 def squared_distances(features: Features, centroids: Features) -> Features:

@@ -38,10 +38,7 @@ def inertia_of(features: Column, train: I64, clusters: I64, centroids: Features,
 def cluster_map(
     dataset: DataSet, features: Column | None, clusters: I64, centroids: Features, k: int
 ) -> ClusterMap:
-    """Draw training rows on the plane in which the clusters' middles differ most, and find telling words.
-
-    Without features there are no points. Middles are as in `inertia_of`.
-    """
+    """Draw training rows on the plane in which the clusters' middles differ most, and find telling words."""
     train, points, explained = dataset.split("train"), list[tuple[float, float, int]](), 0.0
     if features is not None:
         rows, values = _some(features, train, POINTS)

@@ -191,10 +191,7 @@ class Column:
         return self._paths[shard]
 
     def tensors(self, shard: int) -> dict[str, Tensor]:
-        """What a shard's file holds: `values`, and `lengths` of a ragged column.
-
-        `Damaged` or `DataError` where file or tensors are not what `column.json` says.
-        """
+        """What a shard's file holds, verified: `values`, and `lengths` of a ragged column."""
         entry, meta = self.meta.shards[shard], self.meta
         where = self.store.name(join(self.folder, entry.path))
         tensors = read_tensors(self._path(shard), where, "values")

@@ -79,10 +79,7 @@ class Contents:
 
 
 def contents(store: Store, rows: bool = True, progress: Progress | None = None) -> Contents:
-    """Look at a data set, or at as much of it as an ingest has written; at every row too, if `rows`.
-
-    `DataError` where there is none, or its manifest cannot be read.
-    """
+    """Look at a data set, or at as much of it as an ingest has written; at every row too, if `rows`."""
     if store.exists(MANIFEST) or not store.exists("ingest.json"):
         summary = Contents(DataSet.open(store), finished=True)
     else:

@@ -127,16 +127,6 @@ class Placement(NamedTuple):
     left: int  # where the bucket begins in the resized picture
     top: int
 
-    def fields(self) -> dict[str, int]:
-        """Columns of the row."""
-        width, height = self.bucket
-        return {
-            "bucket_width": width,
-            "bucket_height": height,
-            "crop_left": self.left,
-            "crop_top": self.top,
-        }
-
 
 def nearest(widths: ArrayLike, heights: ArrayLike, buckets: Sequence[Size]) -> NDArray[np.int64]:
     """Number of the bucket whose aspect is nearest to that of each picture, as diffusers computes it."""

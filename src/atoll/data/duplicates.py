@@ -59,10 +59,7 @@ class Duplicates:
 
 
 def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
-    """Find duplicates, write the column `duplicate_of`, and split again so that no group is on two sides.
-
-    `DataError` where `config.cosine` wants features by this encoder that are not there.
-    """
+    """Find duplicates, write the column `duplicate_of`, and split again so that no group is on two sides."""
     if config.cosine is not None and not dataset.has_column(features_column(encoder)):
         what = f"{dataset.store.location} has no features by {encoder}"
         raise DataError(what, "run 'atoll data embed' first")

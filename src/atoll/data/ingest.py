@@ -203,8 +203,9 @@ class IngestJob(ShardedJob[DataSet]):
             "key": clean(record.key),
             "sha256": source_hash,
             "group": clean(record.group) if record.group is not None else source_hash,
-            **(where.fields() if where is not None else {}),
         }
+        if where is not None:
+            fields |= dict(zip(BUCKETS, (*where.bucket, where.left, where.top), strict=True))
         optional = {
             "source": record.source,
             "licence": None if record.licence is None else clean(record.licence),
@@ -324,9 +325,7 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     training rows depend on `heldout + test` alone. Where that leaves no rows to train on, or none beside
     them, the group nearest to the bound changes sides.
 
-    `groups` are names `(rows,)`, those of the column `group` by default.
-
-    `DataError` where there is only one group, so that one side must stay empty.
+    `groups` are names `(rows,)`, those of the column `group` by default; one alone is a `DataError`.
     """
     seed, share = config.seed, config.heldout + config.test
     places = np.empty(len(dataset))  # of the groups in [0, 1)

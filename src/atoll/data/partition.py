@@ -76,10 +76,7 @@ class Partition:
         return cluster.nearest_centroid(features, self.centroids, self.prices)
 
     def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
-        """Clusters of any rows by what decided this cut `(rows,)`.
-
-        `DataError` where a row has no value, `PartitionError` where it has one of no cluster.
-        """
+        """Clusters of any rows by what decided this cut `(rows,)`."""
         about = self.about
         if about.method == "kmeans":
             assert features is not None, "kmeans needs features"
@@ -106,8 +103,6 @@ def make(
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 
     `weighted` says whether rows are drawn by their weights; clusters do not depend on them.
-
-    `PartitionError` where K is larger than the rows, or a cluster stays empty.
     """
     train = dataset.split("train")
     if not len(train) and not dataset.weights.all():
@@ -123,7 +118,7 @@ def make(
     prices = np.empty(0, dtype=np.float32)
     if clustered:
         assert features is not None, "kmeans needs features"
-        most = min(config.fit_rows, cluster.sample_rows(config.fine))
+        most = min(config.fit_rows, cluster.SAMPLE * max(config.fine, cluster.LEAST_FINE))
         rows = some_rows(train, most, generator(seed, "fit")) if len(train) > most else train
         sample, start = np.empty((len(rows), *features.meta.shape), dtype=np.float32), 0
         for block, raw in features.blocks(rows, _CHUNK):
@@ -311,10 +306,7 @@ def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) 
 
 
 def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
-    """The values of every row `(rows,)`, as text, of a column of rows, or of one of numbers of the data set.
-
-    `DataError` where there is no such column, it holds something else, or a row has no value.
-    """
+    """Values `(rows,)`, as text, of a column of rows, or of one of numbers of the data set."""
     known: list[str] = dataset.shard_table(0).column_names
     if name in known:
         column = dataset.table([name]).column(name)

@@ -105,10 +105,7 @@ class Samples:
 
 
 def _sides(latents: Column, dataset: DataSet) -> tuple[NDArray[np.int64], int]:
-    """H and W of the latents of every row `(rows, 2)`, and how many pixels a side of one element covers.
-
-    `DataError` where the rows have no buckets, or the latents are not of those sizes.
-    """
+    """H and W of the latents of every row `(rows, 2)`, and how many pixels a side of one element covers."""
     if dataset.buckets is None:
         what = f"{dataset.store.location} has latents of several shapes, and rows that do not tell which"
         raise DataError(what, "write the data set again")

@@ -294,7 +294,7 @@ class PartitionConfig(Config):
     max_share: float | None = Field(default=None, gt=0, le=1)
     """Maximum share of the training images in one cluster."""
     min_share: float | None = Field(default=None, gt=0, lt=1)
-    """Minimum share of the training images in one cluster; 0.05 avoids tiny clusters of small data sets."""
+    """Minimum share of the training images in one cluster; 0.05 avoids tiny clusters."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -304,15 +304,15 @@ class PartitionConfig(Config):
             raise ValueError(
                 f"partition.capacities are not one positive number for each of partition.k={self.k} clusters"
             )
-        if self.max_share is not None and self.max_share * self.k < 1:
-            raise ValueError(
-                f"partition.max_share={self.max_share:g} of {self.k} clusters does not hold all rows"
-            )
-        least = self.min_share or 0.0
-        if least * self.k > 1 or least > (self.max_share or 1):
-            raise ValueError(
-                f"partition.min_share={self.min_share} is more than {self.k} clusters can each hold"
-            )
+        most, least = self.max_share or 1.0, self.min_share or 0.0
+        if most * self.k < 1:
+            raise ValueError(f"partition.max_share={most:g} of {self.k} clusters does not hold all rows")
+        if least * self.k > 1 or least > most:
+            raise ValueError(f"partition.min_share={least:g} is more than {self.k} clusters can each hold")
+        parts = [capacity / sum(self.capacities or ()) for capacity in self.capacities or ()]
+        if any(part * (1 + self.tolerance) < least or part * (1 - self.tolerance) > most for part in parts):
+            shares = f"{min(parts):.1%} to {max(parts):.1%} of the rows"
+            raise ValueError(f"partition.capacities ask for {shares}, which min_share or max_share forbid")
         return self
 
 

@@ -66,11 +66,7 @@ def write_subset(
 
 
 def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence[str]) -> DataSet:
-    """Write a data set that holds no rows itself, but names those of others in the same store, in order.
-
-    `DataError` where there are no parts, one lies elsewhere, a column is missing or differs between parts, or
-    the folder holds another data set.
-    """
+    """Write a data set that holds no rows itself, but names those of others in the same store, in order."""
     if not parts:
         raise DataError("a union needs at least one data set", "give the islands' data")
     folders = []

@@ -81,7 +81,9 @@ def flow_velocity(
     lo, hi = exact_range(schedule, prediction)
     now = t.double()
     tau = same_snr_time(now.clamp(lo, hi), RECTIFIED, schedule)
-    scale = _rescale(now, tau, RECTIFIED, schedule)
+    # x_tau / x_t: the ratio of the larger of the two parts, so never a division by little.
+    alpha, sigma = RECTIFIED.alpha(now), RECTIFIED.sigma(now)
+    scale = torch.where(alpha > sigma, schedule.alpha(tau) / alpha, schedule.sigma(tau) / sigma)
     answer = predict(x_t * _like(scale, x_t), tau.to(t.dtype))
 
     one, nil = torch.ones_like(now), torch.zeros_like(now)
@@ -112,12 +114,6 @@ def _conversion(t: Tensor, schedule: Schedule, source: Prediction, target: Pair)
     determinant = alpha * b - sigma * a
     f, g = (p * b - q * a) / determinant, (alpha * q - sigma * p) / determinant
     return (f, -sigma * g) if source == "score" else (f, g)
-
-
-def _rescale(t: Tensor, tau: Tensor, source: Schedule, target: Schedule) -> Tensor:
-    """x_tau / x_t: the ratio of the larger of the two parts, so never a division by little."""
-    alpha, sigma = source.alpha(t), source.sigma(t)
-    return torch.where(alpha > sigma, target.alpha(tau) / alpha, target.sigma(tau) / sigma)
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:

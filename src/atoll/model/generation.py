@@ -26,8 +26,7 @@ class Generation(Config):
     """Time shift of the sampling steps (SD3): s moves t to s t / (1 + (s - 1) t). Above 1, more steps are at
     high noise."""
     size: Annotated[str, AfterValidator(lambda text: parse_size(text) and text)] | None = None
-    """Width x height in pixels, such as 336x192, one of the training sizes; by default the one nearest to a
-    square."""
+    """Width x height in pixels, such as 336x192; by default the training size nearest to a square."""
     seed: int = 0
     """Random seed of noise and routing. Image i depends on the seed and i only, not on its batch."""
 

@@ -49,8 +49,8 @@ class NetworkConfig(Config):
     head_width: int | None = Field(default=None, ge=1)
     """Width of an attention head; by default the preset's."""
     init: str = "scratch"
-    """Initial weights: `scratch`, or a diffusers checkpoint (a folder or a hub name). Tensors that do not fit
-    are drawn at random."""
+    """Initial weights: `scratch`, or a diffusers checkpoint (folder or hub name); what does not fit is
+    random."""
 
     def dimensions(self) -> tuple[int, int, int]:
         """Depth, heads and width of a head."""

@@ -36,7 +36,7 @@ class LeaseConfig(Config):
     heartbeat_seconds: float = Field(default=10.0, gt=0)
     """Seconds between heartbeats."""
     expiry_seconds: float = Field(default=90.0, gt=0)
-    """Seconds without a heartbeat after which another process may take over the run."""
+    """Seconds without a heartbeat after which another process may take over."""
 
 
 class Heartbeat(File):

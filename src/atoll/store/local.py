@@ -58,7 +58,14 @@ def sweep(folder: Path) -> None:
     """Remove what killed writers left below a folder: never a file whose writer may still live."""
     for path in folder.rglob("*#*"):
         try:
-            if _FOREIGN.fullmatch(path.name) and path.is_file() and _is_abandoned(path):
+            if not (_FOREIGN.fullmatch(path.name) and path.is_file()):
+                continue
+            match = _PART.fullmatch(path.name)
+            if match and _machine_number() and int(match[1]) == _machine_number():
+                abandoned = started(int(match[2])) != int(match[3])
+            else:
+                abandoned = time.time() - path.stat().st_mtime > EXPIRY
+            if abandoned:
                 path.unlink()
         except OSError:
             continue  # another process removes it, or its folder is not ours to change
@@ -97,10 +104,3 @@ def _writer(pid: int) -> str:
 def _machine_number() -> int:
     name = machine()
     return zlib.crc32(name.encode()) if name else 0
-
-
-def _is_abandoned(path: Path) -> bool:
-    match = _PART.fullmatch(path.name)
-    if match and _machine_number() and int(match[1]) == _machine_number():
-        return started(int(match[2])) != int(match[3])
-    return time.time() - path.stat().st_mtime > EXPIRY

@@ -35,7 +35,7 @@ class DataConfig(Config):
     """Folder or URL of the data set; a relative path starts from the folder of campaign.yaml."""
     source: str | dict[str, SourceConfig] | None = None
     """What to ingest if `path` is empty: `glyphs`, a folder with captions, parquet or tar files, a data set
-    of the hub, or several of them by name. Relative paths start from the folder of campaign.yaml."""
+    of the hub, or several of them by name."""
     ingest: IngestConfig = IngestConfig()
     """Image size, splits and shards."""
     dedupe: DedupeConfig | None = None
@@ -80,11 +80,9 @@ class BudgetConfig(Config):
     compute: Literal["proportional", "equal"] = "proportional"
     """Expert steps: `proportional` to cluster size, or `equal` for all experts as in the paper."""
     expert_batch: int | None = Field(default=None, ge=1)
-    """Batch size of an expert, in images. By default `train.batch`; with `equal`, `train.batch` divided by
-    K."""
+    """Batch size of an expert; by default `train.batch`, and with `equal` that divided by K."""
     pretrain: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the monolith's FLOPs for pretraining on all data, from which the experts start. 0 trains
-    isolated experts."""
+    """Share of the monolith's FLOPs for pretraining on all data, from which the experts start."""
     pretrain_lr_schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate schedule of shared pretraining after warm-up; the experts go on at the peak."""
 
@@ -101,8 +99,7 @@ class RouterConfig(Config):
     head_width: int = Field(default=32, ge=1)
     """Width of an attention head."""
     sees_condition: bool = True
-    """Whether the router gets the text or label. Without it the router can only return the prior near pure
-    noise."""
+    """Whether the router gets the text or label; without it, it knows only the prior near pure noise."""
     share: float = Field(default=0.04, gt=0, lt=0.5)
     """Share of the total training FLOPs."""
     pure_noise: float = Field(default=0.25, ge=0, le=1)
@@ -160,8 +157,7 @@ class CampaignConfig(Config):
     router: RouterConfig = RouterConfig()
     """The router."""
     trusted: list[str] = loose(default=[])
-    """Public keys, as `atoll keys show` prints them. If there are any, only parts signed by one of them are
-    assembled."""
+    """Public keys (see `atoll keys show`). With any, only parts that one of them signed are assembled."""
     quarantine: list[int] = loose(default=[])
     """Numbers of published experts to leave out of the ensemble."""
     monolith: bool = True

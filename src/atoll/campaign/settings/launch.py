@@ -36,8 +36,7 @@ class SlurmConfig(Config):
     setup: tuple[Line, ...] = ()
     """Shell lines before the run, such as `module load cuda` or `source venv/bin/activate`."""
     output: Line | None = None
-    """Folder for job logs. By default `launch/` in the campaign, or in the current folder if the campaign is
-    a URL."""
+    """Folder for job logs; by default `launch/` in the campaign, or here if that is a URL."""
 
 
 class SkyConfig(Config):
@@ -67,7 +66,7 @@ class Placement(Config):
     """Launcher and resources of a run. The batch size does not depend on them."""
 
     on: Target | None = None
-    """Launcher: `local`, `slurm`, `sky` or your own. By default that of `--on`."""
+    """Launcher: `local`, `slurm`, `sky` or your own; by default that of `--on`."""
     gpus: int | None = Field(default=None, ge=0)
     """GPUs per node, with one process each. By default one if this machine has any; none on Slurm."""
     processes: int | None = Field(default=None, ge=1)
@@ -77,8 +76,7 @@ class Placement(Config):
     cpus: int | None = Field(default=None, ge=1)
     """CPU cores per node; by default `train.threads` for each process."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
-    """Main memory per node in GB. By default an estimate for `local`, and the launcher's default
-    elsewhere."""
+    """Main memory per node in GB; by default an estimate, or off this machine the launcher's default."""
     env: dict[Variable, Line] = {}
     """Environment variables of the run."""
     python: Line | None = None

@@ -46,7 +46,7 @@ class ParallelConfig(Config):
 
 
 class TrainConfig(Config):
-    """Optimizer and training loop. Amounts are in samples, so they do not depend on the batch size."""
+    """Optimizer and training loop. Amounts are in samples, so that they fit any batch size."""
 
     batch: int = Field(default=256, ge=1)
     """Batch size: images per step, over all processes."""
@@ -110,7 +110,7 @@ Start = Literal["scratch", "average", "expert"]
 
 
 class StudentConfig(Config):
-    """The student: one network distilled from the experts. By default it costs a third of the monolith."""
+    """The student: one network distilled from the experts, by default at a third of the monolith's cost."""
 
     teacher: Literal["cluster", "routed"] = "cluster"
     """`cluster`: the expert of the image's own cluster. `routed`: the ensemble, weighted by the router."""

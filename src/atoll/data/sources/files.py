@@ -3,10 +3,9 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import BinaryIO
@@ -84,17 +83,17 @@ def listed_files(paths: Sequence[str]) -> Files:
 
 def _local_files(root: Path, names: Sequence[str], is_whole: bool = True) -> Files:
     states = {name: _state(root / name) for name in names}
-    return Files(str(root), states, partial(_open_local, root, states), is_whole)
 
+    def open_local(name: str, _: int) -> BinaryIO:
+        try:
+            # Positions of rows were taken from the file as it was: of another one they would be wrong rows.
+            if _state(root / name) != states[name]:
+                raise DataError(f"{root / name} changed while it was read", "run the command again")
+            return (root / name).open("rb")
+        except OSError as error:
+            raise DataError(f"cannot read {root / name}: {error.strerror}", "check it") from None
 
-def _open_local(root: Path, states: Mapping[str, State], name: str, _: int) -> BinaryIO:
-    try:
-        # Positions of rows were taken from the file as it was: of another one they would be wrong rows.
-        if _state(root / name) != states[name]:
-            raise DataError(f"{root / name} changed while it was read", "run the command again")
-        return (root / name).open("rb")
-    except OSError as error:
-        raise DataError(f"cannot read {root / name}: {error.strerror}", "check it") from None
+    return Files(str(root), states, open_local, is_whole)
 
 
 def _chosen(root: str, names: list[str], wanted: list[str] | None, suffix: str) -> list[str]:

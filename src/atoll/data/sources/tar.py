@@ -157,10 +157,7 @@ def _index(files: Files, name: str) -> Path:
 
 
 def scan(file: BinaryIO, where: str) -> list[Sample]:
-    """Find the samples of a tar and make sure that all of it is there; only headers are looked at.
-
-    `DataError` where it is compressed, cut, damaged, or goes on after its end.
-    """
+    """Find the samples of a tar and make sure that all of it is there; only headers are looked at."""
     if file.read(6).startswith(_COMPRESSED):
         raise DataError(f"{where} is compressed, so its files cannot be found", "unpack it to a plain .tar")
     file.seek(0)
