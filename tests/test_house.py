@@ -42,24 +42,24 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 23_599,
+    "core": 23_116,
     "measure": 3_871,
     "report": 1_790,
     "export": 1_597,
     "serve": 1_498,
     "curate": 2_836,
-    "tests": 30_408,
+    "tests": 30_405,
     "benchmarks": 3_858,
     "longest file": 508,  # under 500: what one file alone imports is a part of it
-    "tour": 4_650,
+    "tour": 4_560,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 106,
-    "files with one importer or none": 48,
+    "private helpers with one caller": 93,
+    "files with one importer or none": 47,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
-    "docstrings": 0.141,
-    "no comment": 0.975,
+    "docstrings": 0.131,
+    "no comment": 0.974,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""
 ROLES = {"expert", "router", "monolith", "pretrain", "student", "islands", "ensemble"}

@@ -1,4 +1,4 @@
-"""Conversions between predictions and schedules, and the edge at which a network becomes a velocity."""
+"""Conversions between predictions and schedules, the edge where a network becomes a velocity, guidance."""
 
 import itertools
 from typing import get_args
@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.flow.objective import noisy, target
-from atoll.flow.prediction import (
-    DATA_EDGE,
-    NOISE_EDGE,
-    exact_range,
-    flow_velocity,
-    same_snr_time,
-)
+from atoll.flow.prediction import DATA_EDGE, NOISE_EDGE, exact_range, flow_velocity, guide, same_snr_time
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand
 from atoll.flow.settings import Prediction
 
@@ -165,3 +159,21 @@ def test_with_a_bound_no_error_of_the_noise_is_magnified(dtype: torch.dtype) -> 
     off = [((v - (eps - x0)) ** 2).mean((1, 2, 3)) for v in (plain, held)]
     assert (off[1] <= off[0] * (1 + 1e-4)).all()
     assert float(off[0][-1]) > 100 and float(off[1].max()) < 4
+
+
+# Classifier-free guidance.
+
+
+def test_scale_one_is_the_conditional_velocity_exactly() -> None:
+    cond, null = torch.randn(2, 3, 1, 2, 3, generator=torch.Generator().manual_seed(0)) * 1e3
+    assert not torch.equal(null + (cond - null), cond)  # the formula alone would round
+    assert guide(cond, null, 1.0) is cond
+    assert torch.equal(guide(cond, null, torch.ones(3)), cond)
+
+
+def test_a_scale_per_sample_where_the_batch_is_as_wide_as_the_image() -> None:
+    cond, null = torch.randn(2, 3, 1, 2, 3, generator=torch.Generator().manual_seed(1))
+    scales = [0.0, 1.0, 4.0]
+    mixed = guide(cond, null, torch.tensor(scales))
+    for row, scale in enumerate(scales):
+        assert torch.equal(mixed[row], guide(cond[row : row + 1], null[row : row + 1], scale)[0])
