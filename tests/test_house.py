@@ -383,14 +383,26 @@ from atoll.networks.families import family
 mine = [family(name).network_class() for name in ("dit", "pixart")]
 text._tower(SimpleNamespace(model_type="bert"))
 sampler.times(4)
-left_out = {"torch._dynamo", "diffusers.models.transformers", "diffusers.loaders", "scipy.stats"}
+import torch
+from atoll.networks.cost import footprint
+from atoll.networks.settings import DataShape, NetworkConfig
+shape = DataShape(channels=1, size=8, classes=2)
+dit, small = family("dit"), NetworkConfig(family="dit", depth=1, heads=1, head_width=8)
+footprint(lambda: dit.build(small, shape), dit.predict, shape, True)
+left_out = {"torch._dynamo", "diffusers.models.transformers", "diffusers.loaders", "diffusers.quantizers"}
+left_out |= {"transformers.models", "scipy.optimize", "scipy.stats"}
 print(left_out & set(sys.modules))
 import torch._dynamo
 from diffusers.models.transformers import DiTTransformer2DModel, PixArtTransformer2DModel
 print([DiTTransformer2DModel, PixArtTransformer2DModel] == mine, torch._dynamo.is_compiling())
+from diffusers.models.modeling_utils import DiffusersAutoQuantizer as late
+from diffusers.quantizers import DiffusersAutoQuantizer
+print(late is not DiffusersAutoQuantizer, late.from_config == DiffusersAutoQuantizer.from_config)
+compiled = torch.compile(lambda x: torch.arange(3) + x, backend="eager")
+print(compiled(1).tolist(), torch.nn.Linear(2, 2, device="meta").weight.is_meta)
 """
     result = run(sys.executable, "-c", code)
-    assert result.stdout == "set()\nTrue False\n", result.stdout + result.stderr
+    assert result.stdout == "set()\nTrue False\nTrue True\n[1, 2, 3] True\n", result.stdout + result.stderr
 
 
 @pytest.mark.slow

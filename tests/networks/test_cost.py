@@ -5,10 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.campaign.budget import denoiser_flops
-from atoll.networks.cost import Float32Norms, Footprint, count, empty_condition, footprint, saved_bytes
+from atoll.networks.cost import Float32Norms, Footprint, count, empty_condition, footprint
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -157,7 +158,17 @@ def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bo
         x = torch.randn(batch, shape.channels, 8, 8)
         t, cond = torch.rand(batch), empty_condition(shape, batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16), Float32Norms() if bf16 else nullcontext():
-            return saved_bytes(lambda: family(name).predict(network, x, t, cond), network)
+            stores = dict[int, torch.UntypedStorage]()
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                stores[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = family(name).predict(network, x, t, cond)
+        assert output.requires_grad
+        own = {p.untyped_storage()._cdata for p in network.parameters()}
+        return sum(store.nbytes() for address, store in stores.items() if address not in own)
 
     found = counted(name, bf16)
     assert found.activations == pytest.approx((kept(9) - kept(5)) / 4, rel=0.05)
@@ -165,6 +176,14 @@ def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bo
     assert found.casts == (2 * found.parameters if bf16 else 0)
     # Weights of matrix products are kept in bf16; tables, and what only the autocast cache holds, are not.
     assert not bf16 or 0.4 * found.casts < fixed <= found.casts
+    # And with checkpointing, beside the one block in hand.
+    lists = [part for part in network.children() if isinstance(part, torch.nn.ModuleList)]
+    blocks = [block for part in lists for block in part]
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    outside = (kept(9) - kept(5)) / 4
+    inside = (found.activations - outside) / len(blocks)
+    assert found.checkpointed == pytest.approx(outside + inside, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["dit", "flux"])

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.safe_parse import expanded, read_yaml
+from atoll.base.safe_parse import expanded, read_lines, read_yaml
 from atoll.base.table import Column, Table, text
 from atoll.base.text import round_sig, sharing_sentence, size
 from atoll.campaign.budget import RunBudget, divide, router_arguments, too_small
@@ -28,15 +28,11 @@ from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import ParallelConfig
 from atoll.encoders.text import text_parameters
-from atoll.networks.cost import EMA, GRADIENTS, WEIGHTS, Footprint, footprint
+from atoll.networks.cost import EMA, GRADIENTS, OVERHEAD, WEIGHTS, Footprint, Mode, choose, footprint, mode
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 
-OVERHEAD = 2 * 2**30
-"""Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""
-SMALL = 8
-"""Samples at once below which a GPU is badly used: other ways to save memory are tried before."""
 SIZES = tuple(Column(name, "GiB") for name in ("state", "plain", "ckpt", "sharded", "both"))
 MEMORY = (Column("run"), Column("batch"), *SIZES, Column("how_it_runs"))
 EXPLAINED = (
@@ -70,11 +66,7 @@ def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
     """The GPUs of `gpus.yaml`, with what the YAML file at `path` adds or changes."""
     texts = [("gpus.yaml", files("atoll.campaign").joinpath("gpus.yaml").read_text(encoding="utf-8"))]
     if path is not None:
-        try:
-            texts.append((str(path), expanded(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not text"
-            raise ConfigError(f"cannot read the table {path}: {reason}", "give a YAML file") from None
+        texts.append((str(path), "\n".join(read_lines(expanded(path)))))
     table = dict[str, dict[str, Any]]()
     for where, content in texts:
         tree = read_yaml(content, where)
@@ -83,69 +75,6 @@ def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
         for name, values in tree.items():
             table[str(name)] = {**table.get(str(name), {}), **values}
     return {name: Gpu.parse(values, f"{name} of {path or 'gpus.yaml'}") for name, values in table.items()}
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to run a step, and the bytes that it takes on every GPU."""
-
-    sharded: bool  # FSDP: the state is divided over the GPUs and gathered block by block; else DDP
-    checkpointing: bool  # blocks are computed again in the backward pass
-    micro_batch: int  # samples at once on one GPU; gradients of the rest are accumulated
-    state: float  # weights, gradients, moments, average
-    copies: float  # weights in bf16; where sharded, the gathered blocks
-    activations: float
-
-    @property
-    def total(self) -> float:
-        """All bytes on one GPU."""
-        return self.state + self.copies + self.activations + OVERHEAD
-
-    def settings(self, local_batch: int) -> list[str]:
-        """What `train.parallel` must say for it, beyond its defaults."""
-        return [
-            *["strategy=fsdp"] * self.sharded,
-            *["checkpointing=true"] * self.checkpointing,
-            *[f"micro_batch={self.micro_batch}"] * (self.micro_batch < local_batch),
-        ]
-
-
-def mode(
-    counted: Footprint,
-    gpus: int,
-    micro_batch: int,
-    sharded: bool = False,
-    checkpointing: bool = False,
-    accumulates: bool = False,
-) -> Mode:
-    """Bytes on each of `gpus` GPUs at `micro_batch` samples at once, which may be a part of a step's."""
-    parts = gpus if sharded else 1
-    each = counted.checkpointed if checkpointing else counted.activations
-    # A validation keeps a copy of the weights where a step keeps its activations; the larger one counts.
-    activations = max(each * micro_batch, WEIGHTS * counted.parameters / parts)
-    copies = counted.casts
-    if parts > 1:
-        # FSDP2 prefetches: the block in hand and the next one are whole, and what lies outside of blocks.
-        gathered = counted.outer_parameters + 2 * counted.block_parameters
-        copies = min(counted.parameters, gathered) * WEIGHTS
-        # Between micro-batches it keeps whole gradients, and divides them after the last.
-        copies += GRADIENTS * counted.parameters * (sharded and accumulates)
-    return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)
-
-
-def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | None:
-    """The fastest way that fits into `memory` bytes; None if none does."""
-    # Smaller micro-batches come first, as accumulation costs little down to `SMALL` samples; then sharding,
-    # then checkpointing (one more forward pass), then micro-batches below that.
-    for least in dict.fromkeys((min(batch, SMALL), 1)):
-        for checkpointing, sharded in product((False, True), (False, True)[: 1 + (gpus > 1)]):
-            micro = batch
-            while micro >= least:
-                way = mode(counted, gpus, micro, sharded, checkpointing, micro < batch)
-                if way.total <= memory:
-                    return way
-                micro = math.ceil(micro / 2) if micro > 1 else 0
-    return None
 
 
 @dataclass(frozen=True)

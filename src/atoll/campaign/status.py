@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, StoreError
-from atoll.base.text import columns, printable, sharing_sentence, size
+from atoll.base.text import columns, many, printable, sharing_sentence, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
@@ -313,9 +313,9 @@ def lines(status: CampaignStatus) -> list[str]:
     notes: list[str] = []
     for run in runs:
         events = (
-            (run.lost, f"{run.lost:,} steps done again after {_times(run.restarts, 'restart')}"),
-            (run.skipped, f"{_times(run.skipped or 0, 'step')} left out by the guard"),
-            (run.set_aside, f"{_times(run.set_aside, 'damaged checkpoint')} set aside"),
+            (run.lost, f"{run.lost:,} steps done again after {many(run.restarts, 'restart')}"),
+            (run.skipped, f"{many(run.skipped or 0, 'step')} left out by the guard"),
+            (run.set_aside, f"{many(run.set_aside, 'damaged checkpoint')} set aside"),
             (run.damaged, f"{run.damaged} damaged log entries"),
         )
         notes += [f"  {run.name}: {event}" for number, event in events if number]
@@ -362,7 +362,7 @@ def lines(status: CampaignStatus) -> list[str]:
     elif any(run.state in ("stale", "failed") for run in status.bad):
         text.append(f"Go on from what is saved: {launch}")
     elif idle and not status.bad and not any(run.state == "training" for run in runs):
-        text += ["", f"{_times(len(idle), 'run')} to do: {launch}"]
+        text += ["", f"{many(len(idle), 'run')} to do: {launch}"]
     # Hosts and errors come from other machines: no control character of theirs may reach the terminal.
     return [printable(line) for line in text]
 
@@ -382,10 +382,6 @@ def _row(run: RunStatus) -> tuple[str, ...]:
         _age(run.heartbeat_age),
         f"{run.restarts} (-{_short(run.lost)})" if run.lost else str(run.restarts),
     )
-
-
-def _times(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def trouble(run: RunStatus) -> str:

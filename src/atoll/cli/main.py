@@ -177,18 +177,13 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
 @CAMPAIGN
 @click.argument("checkpoint")
 @click.option("--expert", "island", type=int, required=True, help="Number of the expert that it becomes.")
-@click.option(
-    "--prediction",
-    type=click.Choice(["v", "eps", "x0", "score"]),
-    help="What it predicts; by default what its scheduler_config.json says.",
-)
-@click.option(
-    "--schedule",
-    metavar="NAME",
-    help="Noise schedule it was trained on, such as ddpm-linear; by default likewise.",
-)
+@click.option("--prediction", type=click.Choice(["v", "eps", "x0", "score"]), help="What it predicts.")
+@click.option("--schedule", metavar="NAME", help="Noise schedule of its training, such as ddpm-linear.")
 def adopt(campaign: str, **options: Any) -> None:
-    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
+    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is.
+
+    Prediction and schedule are by default those of its scheduler_config.json.
+    """
     opened = open_campaign(campaign)
     from atoll.campaign.adopt import adopt as adopt_checkpoint
 
@@ -197,13 +192,7 @@ def adopt(campaign: str, **options: Any) -> None:
 
 @atoll.command()
 @CAMPAIGN
-@click.option(
-    "--on",
-    "target",
-    metavar="LAUNCHER",
-    help="Where runs train that name no target of their own: local, slurm, sky or a launcher of yours; by "
-    "default launch.on, else local.",
-)
+@click.option("--on", "target", metavar="LAUNCHER", help="local, slurm, sky or yours; by default launch.on.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
 @click.option("--out", type=LOCAL, default=Path("launch"), help="Folder for SkyPilot's files.")
 @SETS
@@ -232,15 +221,8 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 
 @atoll.command()
 @CAMPAIGN
-@click.option(
-    "--quarantine",
-    metavar="K,K,...",
-    default="",
-    help="Leave these experts out. To leave them out for good, set quarantine in campaign.yaml.",
-)
-@click.option(
-    "--trusted", metavar="KEY", multiple=True, help="Take only what this key signed; may be repeated."
-)
+@click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
+@click.option("--trusted", metavar="KEY", multiple=True, help="Take only what this key signed.")
 def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
@@ -252,16 +234,13 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.argument("prompts", nargs=-1)
-@click.option(
-    "--prompts", "listed", type=LOCAL, metavar="FILE", help="Text file of further prompts, one a line."
-)
+@click.option("--prompts", "listed", type=LOCAL, metavar="FILE", help="Further prompts, one a line.")
 @click.option(
     "--out",
     type=LocalPath(),
     multiple=True,
     default=["samples.png"],
-    help="A sheet with labels (.png, .jpg, .webp), or a folder such as pictures/ for a PNG of each picture; "
-    "may be repeated.",
+    help="A sheet (.png, .jpg, .webp), or a folder such as images/ for a PNG of each image; may be repeated.",
 )
 @click.option("--model", type=MODEL, default="ensemble", help="What to sample.")
 @ROUTING
@@ -322,15 +301,9 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.argument("campaign", metavar="[CAMPAIGN]", required=False)
 @click.option("--model", help="ensemble, monolith, student or pretrain.  [default: ensemble]")
 @click.option("--images", type=LOCAL, help="A folder of pictures, in a model's place.")
+@click.option("--reference", metavar="WHAT", help="Campaign, data set, folder or saved statistics.")
 @click.option(
-    "--reference",
-    metavar="WHAT",
-    help="Campaign, data set, folder of pictures or saved statistics; by default the campaign's own data.",
-)
-@click.option(
-    "--split",
-    type=click.Choice(["heldout", "test", "train", "all"]),
-    help="Rows of a data set that are the reference; by default held-out ones, under conditions test those.",
+    "--split", type=click.Choice(["heldout", "test", "train", "all"]), help="Rows of the reference."
 )
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
 @click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")
@@ -339,17 +312,15 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @GUIDANCE
 @STEPS
 @click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Processes of this machine that share the work.",
-)
+@click.option("--processes", type=click.IntRange(min=1), default=1, help="Processes that share the work.")
 @click.option("--out", default=".", help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
 def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
-    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
+    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/.
+
+    The reference is by default the campaign's held-out rows, and under `conditions: test` its test rows.
+    """
     if listed:
         from atoll.measure.listing import show_all
 
@@ -393,20 +364,13 @@ def report(campaign: str) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option("--to", type=LOCAL, required=True, help="Folder to write.")
-@click.option(
-    "--model",
-    type=MODEL,
-    default="ensemble",
-    help="What to export; monolith and student as a stock pipeline of diffusers.",
-)
-@click.option(
-    "--experts", metavar="K,K,...", help="Numbers of the experts; by default all that are assembled."
-)
+@click.option("--model", type=MODEL, default="ensemble", help="What to export.")
+@click.option("--experts", metavar="K,K,...", help="Numbers of the experts; by default all assembled ones.")
 @click.option(
     "--encoders",
     type=click.Choice(["auto", "copy", "name"]),
     default="auto",
-    help="Take text encoder and VAE along, or leave them to be found by name; auto goes by licence and size.",
+    help="Take text encoder and VAE along, or only their names; auto goes by licence and size.",
 )
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
@@ -414,7 +378,7 @@ def report(campaign: str) -> None:
 @click.option("--push", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub as well.")
 @click.option("--private", is_flag=True, help="With --push: make a new repository private, not public.")
 def export(campaign: str, to: Path, experts: str | None, private: bool, **options: Any) -> None:
-    """Write a folder that AtollPipeline, or for one dense model diffusers alone, loads anywhere."""
+    """Write a folder that AtollPipeline loads anywhere; monolith and student as diffusers' own pipeline."""
     from atoll.export.ensemble import ExportRequest, export_campaign
     from atoll.export.push import check_account, push_folder
     from atoll.export.stock import export_stock

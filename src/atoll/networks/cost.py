@@ -5,21 +5,22 @@ parameters, and what autograd keeps for the backward pass: torch tells each such
 saved tensors, on fake CPU tensors with autocast as on CUDA.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.base.condition import Condition
+from atoll.base.imports import lean_imports
 from atoll.networks.families import parameter_count
 from atoll.networks.settings import DataShape
 
@@ -28,6 +29,10 @@ Call = Callable[[nn.Module, Tensor, Tensor, Condition], Tensor]
 
 # Bytes per parameter, all float32: autocast keeps the weights as they are.
 WEIGHTS, GRADIENTS, MOMENTS, EMA = 4, 4, 8, 4
+OVERHEAD = 2 * 2**30
+"""Bytes of a GPU that training cannot use: the CUDA context, workspaces, fragments. Assumed."""
+SMALL = 8
+"""Samples at once below which a GPU is badly used: other ways to save memory are tried before."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,13 @@ def counts(build: Build, call: Call, shape: DataShape, batch: int = 2) -> tuple[
     """Count a network at each of the shape's latents."""
     flops = []
     # On the CPU torch's counter sees none of the attention: the fused kernel is one opaque operation there.
-    with torch.device("meta"):
+    with lean_imports(), torch.device("meta"):
         network = build()
     for sides in shape.latents:
         with torch.device("meta"):
             x, t = torch.empty(batch, shape.channels, *sides), torch.empty(batch)
             cond = empty_condition(shape, batch)
-        with FlopCounterMode(display=False) as counter:
+        with lean_imports(), FlopCounterMode(display=False) as counter:
             output = call(network, x, t, cond)
             forward = counter.get_total_flops()
             output.sum().backward()
@@ -111,27 +116,51 @@ class Footprint:
 
 def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footprint:
     """Count a network at the largest latents of a data shape."""
+    # All that autograd keeps for the backward pass, and what it keeps with checkpointing: by storage, as it
+    # saves several views of one tensor. Held here, so that no address is used twice.
+    plain, checkpointed = dict[int, torch.UntypedStorage](), dict[int, torch.UntypedStorage]()
+    within = list[nn.Module]()
 
-    def saved(batch: int) -> int:
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        plain[storage._cdata] = storage
+        if not within:
+            checkpointed[storage._cdata] = storage
+        return tensor
+
+    def enter(block: nn.Module, inputs: tuple[object, ...]) -> None:
+        # Checkpointing keeps the inputs of a block, and nothing from within it.
+        stores = [value.untyped_storage() for value in inputs if isinstance(value, Tensor)]
+        checkpointed.update({storage._cdata: storage for storage in stores})
+        within.append(block)
+
+    def saved(batch: int) -> list[int]:
+        plain.clear()
+        checkpointed.clear()
         x = torch.empty(batch, shape.channels, *shape.largest)
         t, cond = torch.empty(batch), empty_condition(shape, batch)
         cuda = Float32Norms() if bf16 else nullcontext()
-        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), cuda:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), cuda, hooks:
             # torch warns so of RMSNorm under autocast: float32 weights rule out its fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-            return saved_bytes(lambda: call(network, x, t, cond), network)
+            assert call(network, x, t, cond).requires_grad
+        return [
+            sum(storage.nbytes() for address, storage in kept.items() if address not in parameters)
+            for kept in (plain, checkpointed)
+        ]
 
-    with FakeTensorMode():
+    with lean_imports(), FakeTensorMode():
         network = build().train()
+        parameters = {p.untyped_storage()._cdata for p in network.parameters()}
         lists = [part for part in network.children() if isinstance(part, nn.ModuleList)]
         blocks = [block for part in lists for block in part]
-        sizes, total = [parameter_count(block) for block in blocks], parameter_count(network)
-        # Two batches: what does not grow with the batch is casts of the weights.
-        each = (saved(3) - saved(1)) / 2
-        # By hand: the router has no switch for it, unlike diffusers' denoisers.
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        kept = (saved(3) - saved(1)) / 2
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(lambda *_: within.clear())
+        # Two batches: what does not grow with the batch is casts of the weights.
+        each, kept = ((more - less) / 2 for more, less in zip(saved(3), saved(1), strict=True))
+    sizes, total = [parameter_count(block) for block in blocks], parameter_count(network)
     inside = (each - kept) / max(1, len(blocks))
     return Footprint(
         total, max(sizes, default=0), total - sum(sizes), (2 if bf16 else 0) * total, each, kept + inside
@@ -154,19 +183,64 @@ class Float32Norms(TorchFunctionMode):
             return func(args[0].float(), *args[1:], **(kwargs or {}))
 
 
-def saved_bytes(run: Callable[[], Tensor], network: nn.Module) -> int:
-    """Bytes that autograd keeps for the backward pass of `run()`, parameters left out."""
-    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # held here, so that no address is used twice
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a step, and the bytes that it takes on every GPU."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        # By storage: autograd saves several views of one tensor, whose memory is there once.
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage
-        return tensor
+    sharded: bool  # FSDP: the state is divided over the GPUs and gathered block by block; else DDP
+    checkpointing: bool  # blocks are computed again in the backward pass
+    micro_batch: int  # samples at once on one GPU; gradients of the rest are accumulated
+    state: float  # weights, gradients, moments, average
+    copies: int  # weights in bf16; where sharded, the gathered blocks
+    activations: float
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run()
-    assert output.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
+    @property
+    def total(self) -> float:
+        """All bytes on one GPU."""
+        return self.state + self.copies + self.activations + OVERHEAD
+
+    def settings(self, local_batch: int) -> list[str]:
+        """What `train.parallel` must say for it, beyond its defaults."""
+        return [
+            *["strategy=fsdp"] * self.sharded,
+            *["checkpointing=true"] * self.checkpointing,
+            *[f"micro_batch={self.micro_batch}"] * (self.micro_batch < local_batch),
+        ]
+
+
+def mode(
+    counted: Footprint,
+    gpus: int,
+    micro_batch: int,
+    sharded: bool = False,
+    checkpointing: bool = False,
+    accumulates: bool = False,
+) -> Mode:
+    """Bytes on each of `gpus` GPUs at `micro_batch` samples at once, which may be a part of a step's."""
+    parts = gpus if sharded else 1
+    each = counted.checkpointed if checkpointing else counted.activations
+    # A validation keeps a copy of the weights where a step keeps its activations; the larger one counts.
+    activations = max(each * micro_batch, WEIGHTS * counted.parameters / parts)
+    copies = counted.casts
+    if parts > 1:
+        # FSDP2 prefetches: the block in hand and the next one are whole, and what lies outside of blocks.
+        gathered = counted.outer_parameters + 2 * counted.block_parameters
+        copies = min(counted.parameters, gathered) * WEIGHTS
+        # Between micro-batches it keeps whole gradients, and divides them after the last.
+        copies += GRADIENTS * counted.parameters * (sharded and accumulates)
+    return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)
+
+
+def choose(counted: Footprint, gpus: int, batch: int, memory: float) -> Mode | None:
+    """The fastest way that fits into `memory` bytes; None if none does."""
+    # Smaller micro-batches come first, as accumulation costs little down to `SMALL` samples; then sharding,
+    # then checkpointing (one more forward pass), then micro-batches below that.
+    for least in dict.fromkeys((min(batch, SMALL), 1)):
+        for checkpointing, sharded in product((False, True), (False, True)[: 1 + (gpus > 1)]):
+            micro = batch
+            while micro >= least:
+                way = mode(counted, gpus, micro, sharded, checkpointing, micro < batch)
+                if way.total <= memory:
+                    return way
+                micro = math.ceil(micro / 2) if micro > 1 else 0
+    return None
