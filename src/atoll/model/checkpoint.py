@@ -137,12 +137,7 @@ class Checkpoint:
         return StoredExpert(self.config(), card.family, card.prediction, card.schedule, weights, card)
 
     def write(self, network: "nn.Module", weights: "Mapping[str, Tensor]", card: Card) -> Card:
-        """Publish a network: settings and weights first, read back, then `card.json` if-absent.
-
-        Raises:
-            Conflict: a card is there already.
-            StoreError: what was written reads back differently.
-        """
+        """Publish a network: settings and weights first, read back, then `card.json`, or `Conflict`."""
         from atoll.model.expert import settings_of
 
         return self._write(settings_of(network), _serialised(weights), card)

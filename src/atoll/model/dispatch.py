@@ -203,26 +203,15 @@ class Costs:
 
 @dataclass
 class Trace:
-    """Which expert served which sample at which step, and what it cost.
+    """Which expert served which sample at which step, and what it cost."""
 
-    Attributes:
-        weights: one `(B, K)` float32 per step, of the conditional branch.
-        router_calls: samples the router was asked for.
-        expert_calls: samples that experts were evaluated on, both branches of guidance counted, and the null
-            branches that shared pretraining's network serves.
-        expert_runs: evaluations of networks, each on the samples that chose it.
-        router_flops: operations of the router; NaN where the ensemble does not know its costs.
-        expert_flops: operations of the experts, likewise.
-        branches: 2 under guidance, which evaluates every sample with and without its condition.
-    """
-
-    weights: list[Tensor] = field(default_factory=list)
-    router_calls: int = 0
-    expert_calls: int = 0
-    expert_runs: int = 0
-    router_flops: float = 0.0
-    expert_flops: float = 0.0
-    branches: int = 1
+    weights: list[Tensor] = field(default_factory=list)  # (B, K) float32 per step, of the conditional branch
+    router_calls: int = 0  # samples the router was asked for
+    expert_calls: int = 0  # samples that networks were evaluated on, both branches of guidance counted
+    expert_runs: int = 0  # evaluations of networks, each on the samples that chose it
+    router_flops: float = 0.0  # NaN where the ensemble does not know its costs
+    expert_flops: float = 0.0  # likewise
+    branches: int = 1  # 2 under guidance, which evaluates every sample with and without its condition
 
     def stacked(self) -> Tensor:
         """Weights `(steps, B, K)`."""

@@ -19,18 +19,12 @@ from atoll.model.sampler import Row, Sampler, starting_noise
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of `count` samples by number.
+    """Conditions of `count` samples by number."""
 
-    Attributes:
-        cond: gives the conditions of some numbers, one row each.
-        null: what guidance leads away from: one row, or one for each number.
-        texts: what was asked for, as it was written.
-    """
-
-    cond: Callable[[Sequence[int]], Condition]
-    null: Condition
+    cond: Callable[[Sequence[int]], Condition]  # those of some numbers, one row each
+    null: Condition  # what guidance leads away from: one row, or one for each number
     count: int
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # prompts as they were written
 
     @classmethod
     def of_rows(
@@ -61,29 +55,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Everything about a number of samples but who draws them.
-
-    Attributes:
-        shape: of a latent, (C, H, W).
-        first: number of the first of `count` samples; those before it are somebody else's.
-        batch: most samples at once; it does not change them.
-        labels: cluster of each sample by number, for `oracle`.
-        positions: place of each sample in the random streams; its number by default.
-        noise: what each sample starts from; by default what the streams give.
-        sampler: what steps a batch, `Sampler` or a kind of it.
-    """
+    """Everything about a number of samples but who draws them."""
 
     generation: Generation
     conditions: Conditions
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # of a latent, (C, H, W)
     count: int
-    first: int = 0
-    batch: int = 64
+    first: int = 0  # number of the first sample; those before it are somebody else's
+    batch: int = 64  # most samples at once; it does not change them
     device: torch.device | str = "cpu"
-    labels: Int[Tensor, "N"] | None = None
-    positions: Sequence[Position] | None = None
-    noise: Float[Tensor, "M C H W"] | None = None
-    sampler: Callable[..., Sampler] = Sampler
+    labels: Int[Tensor, "N"] | None = None  # cluster of each sample by number, for `oracle`
+    positions: Sequence[Position] | None = None  # in the random streams; the numbers by default
+    noise: Float[Tensor, "M C H W"] | None = None  # to start from; by default what the streams give
+    sampler: Callable[..., Sampler] = Sampler  # what steps a batch
 
     def start(self, bank: Bank, numbers: Sequence[int], **more: Any) -> Sampler:
         """A batch of samples before its first step; `more` are further arguments of the sampler."""

@@ -41,19 +41,13 @@ Chosen = Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """What the folder of a pipeline holds, all checked.
-
-    Attributes:
-        networks: those that were chosen, and the router, by part.
-        parts: digests of all parts that the manifest names, those that were not chosen too.
-        components: names of the encoders' parts that have a folder.
-    """
+    """What the folder of a pipeline holds, all checked."""
 
     root: Path
     k: int
-    networks: Mapping[str, Checkpoint]
-    parts: Mapping[str, str]
-    components: tuple[str, ...]
+    networks: Mapping[str, Checkpoint]  # those that were chosen, and the router, by part
+    parts: Mapping[str, str]  # digests of all parts that the manifest names, chosen or not
+    components: tuple[str, ...]  # names of the encoders' parts that have a folder
     about: Mapping[str, Any]
 
 

@@ -46,21 +46,14 @@ def starting_noise(seed: int, rows: Sequence[Position], shape: Sequence[int]) ->
 
 @dataclass(eq=False)
 class Row:
-    """A picture in flight.
-
-    Attributes:
-        position: its place in the random streams; its noise and draws depend on nothing else.
-        label: its cluster, for `oracle`.
-        step: the next one, from 0.
-        experts: those that served it at its last step, in either branch; none before the first.
-    """
+    """A picture in flight."""
 
     generation: Generation
-    position: Position
-    label: int | None = None
+    position: Position  # in the random streams: noise and draws depend on nothing else
+    label: int | None = None  # its cluster, for `oracle`
     owner: Any = None
-    step: int = 0
-    experts: frozenset[int] = frozenset()
+    step: int = 0  # the next one
+    experts: frozenset[int] = frozenset()  # that served it at its last step, in either branch
 
     @property
     def times(self) -> tuple[float, ...]:

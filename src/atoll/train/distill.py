@@ -34,17 +34,11 @@ from atoll.train.tasks import DenoiserTask, validation
 
 @dataclass(frozen=True)
 class Teacher:
-    """The experts of the samples' own clusters or, with a routing, the ensemble as it is sampled.
-
-    Attributes:
-        experts: all of them.
-        router: asked at every state, where there is a routing.
-        routing: None for the cluster's own expert.
-    """
+    """The experts of the samples' own clusters or, with a routing, the ensemble as it is sampled."""
 
     experts: Networks
-    router: LogitSource | None = None
-    routing: Routing | None = None
+    router: LogitSource | None = None  # asked at every state, where there is a routing
+    routing: Routing | None = None  # None for the cluster's own expert
 
     @property
     def draws(self) -> int:
@@ -63,13 +57,9 @@ class Teacher:
 
 
 class DistillTask(DenoiserTask):
-    """The student learns the flow of a teacher.
+    """The student learns the flow of a teacher on the same device; the objective is v on rectified flow.
 
-    Args:
-        network: initialised, on its device.
-        rows: of the whole data set, with clusters; the objective is v on rectified flow.
-        teacher: on the same device.
-        data_weight: weight of the loss against the data.
+    Rows come with clusters; `data_weight` is the weight of the loss against the data.
     """
 
     def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
@@ -104,11 +94,7 @@ class DistillTask(DenoiserTask):
 
 
 def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
-    """Cards of all that the student learns from: the experts by their folders, and perhaps the router.
-
-    Raises:
-        PartitionError: one is missing, lies in another's place, or is of another partition.
-    """
+    """Cards of all that the student learns from, checked: experts by their folders, perhaps the router."""
     store, config = campaign.store, campaign.config
     experts = experts_of(config.partition.k)
     # A part of the experts will not do: the student would learn a part of the data, and which part would
@@ -156,16 +142,8 @@ def write_initial_weights(
 ) -> None:
     """Write `student/init/` from the experts, where it is not there: their average, or one of them.
 
-    Args:
-        campaign: with published experts.
-        run: narrowed to the student's folder.
-        plan: of the student.
-        network: the student's; changed in place.
-        cards: of the experts, by folder.
-
-    Raises:
-        ConfigError: an expert's network is another one than the student's.
-        PartitionError: `init/` was made from other experts.
+    The store is narrowed to the student's folder, and its network is changed in place. Cards are those of the
+    experts, by folder; `ConfigError` where an expert's network is another one than the student's.
     """
     assert campaign.config.student is not None
     start, number = campaign.config.student.origin()

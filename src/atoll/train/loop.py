@@ -38,12 +38,8 @@ def train(
 ) -> None:
     """Train to the end, or go on where an earlier process stopped; alone or as one rank of `torchrun`.
 
-    Args:
-        task: network, data and objective.
-        store: narrowed to the run's own folder (`islands/K`, `router`, `monolith`).
-        name: for messages.
-        wait: wait while another living process holds the run, instead of leaving.
-        tracking: where its metrics are shown, besides metrics.jsonl.
+    The store is narrowed to the run's own folder (`islands/K`, `router`, `monolith`). With `wait` it waits
+    while another living process holds the run, instead of leaving.
 
     Raises:
         Interrupted: SIGTERM or SIGINT came; the state is saved.

@@ -27,14 +27,10 @@ Step = Callable[[Any], tuple[Tensor, dict[str, float]]]
 
 
 class StepSharding:
-    """One step spread over processes and micro-batches.
+    """One step of `batch` samples spread over processes and micro-batches.
 
-    Args:
-        network: initialised, on the group's device; sharded in place under `fsdp`.
-        config: how.
-        group: the processes.
-        batch: global samples per step.
-        bf16: whether autocast is on: sharded weights are then gathered in bf16, gradients summed in float32.
+    The network is sharded in place under `fsdp`. With `bf16`, which says that autocast is on, sharded weights
+    are gathered in bf16, and gradients summed in float32.
     """
 
     def __init__(

@@ -30,21 +30,14 @@ from atoll.networks.families import parameter_count
 
 @dataclass(frozen=True)
 class Batch:
-    """What the samples of one step bring, on the CPU.
+    """What the samples of one step bring, on the CPU."""
 
-    Attributes:
-        x0: latents `(B, C, H, W)`; `eps` is noise like them, `t` are times `(B,)`.
-        cond: conditions, dropped ones replaced by the null condition.
-        clusters: cluster of each sample `(B,)`, for router and student.
-        draws: uniforms of each sample `(B, n)`, for a student's teacher.
-    """
-
-    x0: Tensor
-    cond: Condition
-    eps: Tensor
-    t: Tensor
-    clusters: Tensor | None = None
-    draws: Tensor | None = None
+    x0: Tensor  # latents (B, C, H, W)
+    cond: Condition  # dropped ones are the null condition
+    eps: Tensor  # noise like the latents
+    t: Tensor  # times (B,)
+    clusters: Tensor | None = None  # of each sample (B,), for router and student
+    draws: Tensor | None = None  # uniforms of each sample (B, n), for a student's teacher
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
@@ -54,23 +47,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of one run, how it learns from them, and what made their columns.
-
-    Attributes:
-        train, heldout: training rows, and held-out ones, which may be none.
-        recipe: settings and numbers.
-        latents, text: what made the latents and the text states, for previews and the card.
-        clusters: cluster of every row of the data set `(rows,)`, where batches are to have them.
-        draws: uniforms that each sample brings for a student's teacher; None where nobody teaches.
-    """
+    """The rows of one run, how it learns from them, and what made their columns."""
 
     train: Samples
-    heldout: Samples
+    heldout: Samples  # may be none
     recipe: Recipe
-    latents: dict[str, Any]
-    text: dict[str, Any] | None
-    clusters: Tensor | None = None
-    draws: int | None = None
+    latents: dict[str, Any]  # what made them, for previews and the card
+    text: dict[str, Any] | None  # what made the text states, likewise
+    clusters: Tensor | None = None  # of every row of the data set (rows,), where batches are to have them
+    draws: int | None = None  # uniforms that each sample brings for a student's teacher, if there is one
 
     @classmethod
     def of(

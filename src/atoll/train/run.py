@@ -33,10 +33,6 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     """Train one run of a campaign, or go on with it; the card of the finished network.
 
     Shared pretraining that is finished hands its weights over to the experts.
-
-    Raises:
-        PartitionError: there is no partition, or the run needs weights or experts that are not there.
-        ConfigError: no such run, or a tracker is wanted whose package or key is not there.
     """
     run, config, root = run_to_train(campaign, role, expert), campaign.config, campaign.store
 

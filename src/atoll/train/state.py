@@ -33,12 +33,8 @@ from atoll.train.parallel import fill, gather_no_more, local, whole
 class Ema:
     """An exponential moving average of the weights whose memory is a fraction of the run.
 
-    Of sharded weights each process averages its own part.
-
-    Args:
-        network: whose parameters are averaged.
-        half_life: samples after which a weight's share has halved; 0 copies the weights.
-        ramp: the half-life is at most this fraction of the samples seen.
+    Of sharded weights each process averages its own part. `half_life` are samples after which a weight's
+    share has halved, at most the fraction `ramp` of the samples seen; 0 copies the weights.
     """
 
     def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
@@ -186,13 +182,8 @@ class Saver:
     """Commits checkpoints beside the training: the state is copied at once and written by a thread.
 
     A write that fails is told and made up for by the next one; only a takeover, and a failure of the
-    write that is waited for, end the run.
-
-    Args:
-        store: narrowed to the run's folder.
-        log: whose holder we are.
-        learned: settings that the weights depend on; a resume must agree with them.
-        keep: newest commits that stay, besides milestones.
+    write that is waited for, end the run. A resume must agree with `learned`, the settings that the weights
+    depend on; of commits the newest `keep` stay, and milestones.
     """
 
     def __init__(self, store: Store, log: Log, learned: dict[str, Any], keep: int) -> None:

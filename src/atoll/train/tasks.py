@@ -67,13 +67,9 @@ def validation(losses: list[float], times: Sequence[float], **more: Any) -> dict
 
 
 class DenoiserTask(Task):
-    """Experts and monoliths learn the flow.
+    """Experts and monoliths learn the flow."""
 
-    Attributes:
-        encoders: names of autoencoders that the user vouches for, beside the well-known ones.
-    """
-
-    encoders: Collection[str] = ()
+    encoders: Collection[str] = ()  # autoencoders that the user vouches for, beside the well-known ones
 
     def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
         super().__init__(network, rows)
@@ -134,10 +130,7 @@ class DenoiserTask(Task):
 class RouterTask(Task):
     """The router learns which cluster the data under a noise come from (DDM, eq. 5).
 
-    Args:
-        network: initialised, on its device.
-        rows: of the whole data set, with clusters.
-        pure_noise: share of the samples trained at exactly t = 1, where `once` asks.
+    `pure_noise` is the share of the samples at exactly t = 1, where `once` asks.
     """
 
     def __init__(self, network: Router, rows: TrainingRows, pure_noise: float) -> None:
