@@ -217,7 +217,7 @@ class IngestConfig(SourceOptions):
     heldout: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the groups held out for validation and comparison; at least one group unless it is 0."""
     test: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the groups kept for a final test; nothing is tuned on them."""
+    """Share of the groups reserved for a final test; nothing is tuned on them."""
     shard_rows: int = Field(default=1024, ge=1)
     """Rows of the source per shard."""
     seed: int = 0

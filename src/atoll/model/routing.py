@@ -40,23 +40,23 @@ class Routing(Config):
     model_config = ConfigDict(allow_inf_nan=True)  # refused below, by the name of the strategy
 
     strategy: str = "once"
-    """full, top-k, threshold, sample-k, nucleus, oracle, once, or another key of `STRATEGIES`."""
+    """Routing strategy: full, top-k, threshold, sample-k, nucleus, oracle, once, or another key of
+    `STRATEGIES`."""
     k: int = 1
-    """Experts kept (top-k) or draws with replacement (sample-k)."""
+    """Number of experts (top-k), or of draws with replacement (sample-k)."""
     p: float | None = None
-    """Smallest weight kept (threshold) or probability mass kept (nucleus), in (0, 1]; needed by these two."""
+    """Minimum weight (threshold) or probability mass (nucleus), in (0, 1]; these two need it."""
     temperature: float = 1.0
-    """Divides the logits before a draw (sample-k, nucleus, once)."""
+    """Temperature of the logits for sampling an expert (sample-k, nucleus, once)."""
     every: int = 1
-    """The router is asked every so many steps (once: at the first only); weights are kept in between."""
+    """Steps between evaluations of the router; `once` evaluates it at the first step only."""
     without: tuple[int, ...] = ()
-    """Experts that take no part, in either branch, as if they were missing."""
+    """Experts to leave out in both branches, as if they were missing."""
     function: WeightFunction | None = Field(default=None, repr=False)
-    """A strategy of the user's own."""
+    """A routing function of your own."""
     null: "Routing | Literal['pretrain'] | None" = None
-    """Strategy of guidance's null branch, on its own posterior, or `pretrain`: the network of shared
-    pretraining serves it. Without one, it has the conditional branch's experts; under `full` its own
-    posterior all the same."""
+    """Strategy of the unconditional branch, or `pretrain` for the network of shared pretraining. By default
+    the experts of the conditional branch; `full` uses the router's answer without the condition."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -129,8 +129,8 @@ class SamplingConfig(Generation):
     residency: Residency = Residency()
     """Memory limits for the experts; experts beyond them are loaded on demand."""
     guide_share: float = Field(default=1.0, gt=0, le=1)
-    """Part of shared pretraining after which its checkpoint serves `null pretrain`: a weaker model guides
-    better, up to a point (arXiv 2406.02507). Below 1 it must be a checkpoint that `train.milestones` kept."""
+    """Part of shared pretraining after which its checkpoint serves `null pretrain`; a weaker model guides
+    better, up to a point (arXiv 2406.02507). Below 1 it must be one of `train.milestones`."""
 
 
 class CampaignConfig(Config):

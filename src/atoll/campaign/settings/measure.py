@@ -49,7 +49,7 @@ class CompareConfig(Config):
     sweep: list[str] | None = None
     """Routing strategies of the guidance sweep and the curve; by default `sampling.routing` and `top-1`."""
     curve: bool = False
-    """Measure distance over training FLOPs, at the checkpoints that `train.milestones` kept."""
+    """Measure distance over training FLOPs, at the checkpoints of `train.milestones`."""
     curve_samples: int | None = Field(default=None, ge=2)
     """Images per point of the curve; by default `samples`, so that its ends are already measured."""
     threads: int = loose(default=0, ge=0)
