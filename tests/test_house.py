@@ -42,7 +42,7 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 23_116,
+    "core": 22_983,
     "measure": 3_871,
     "report": 1_790,
     "export": 1_597,
@@ -56,9 +56,9 @@ CEILINGS: dict[str, float] = {
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
     "private helpers with one caller": 93,
-    "files with one importer or none": 47,
+    "files with one importer or none": 46,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
-    "docstrings": 0.131,
+    "docstrings": 0.127,
     "no comment": 0.974,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""

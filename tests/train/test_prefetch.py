@@ -8,14 +8,14 @@ from helpers import environment
 NEVER_READY = """
 import torch
 from atoll.base import preemption
-from atoll.train import prefetch
+from atoll.train import rows
 
 def make(begin):
     while True:
         torch.ones(64, 64) @ torch.ones(64, 64)
 
-prefetch.PATIENCE = 0.5
-with prefetch.Prefetcher(make, 0, 4, limit=60) as data:
+rows.PATIENCE = 0.5
+with rows.Prefetcher(make, 0, 4, limit=60) as data:
     assert data.next([1]) is None
 print("left")
 preemption.exit_process(75)

@@ -51,11 +51,8 @@ REMEMBERED = 64
 class Model:
     """A bank of networks with all that brings prompts to pixels.
 
-    Args:
-        bank: on the device; or a function that loads it when the first sample is drawn.
-        card: the router's, or the network's: condition, shape, latents and text encoder.
-        generation: what a call draws by that says nothing else.
-        encoder: of texts; by default the one that the card names, loaded when it is first needed.
+    The bank is on the device, or a function that loads it when the first sample is drawn. The card is the
+    router's, or the network's; by default it names the text encoder, which is loaded when first needed.
     """
 
     def __init__(

@@ -214,30 +214,18 @@ RoutingField = Annotated[Routing, BeforeValidator(Routing.of), PlainSerializer(s
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a strategy computes, and what it needs and costs.
+    """What a strategy computes, and what it needs and costs."""
 
-    Attributes:
-        forms: how it is written, for messages; `K`, `P` and `T` stand for numbers.
-        words: what it does, for tables and reports.
-        weights: of the routing, the router's probabilities `(B, K)` in float64 and uniforms `(B, n)`: weights
-            `(B, K)`. None where they do not come from the router.
-        parameters: fields of `Routing` that it uses, in the order of its arguments.
-        uniforms: n, the uniforms per sample.
-        experts: most experts of a sample at a step; None for all of them.
-        least: fewest experts that there have to be.
-        fixed: a sample's experts are known before the first step and stay.
-        own_null: guidance's null branch is routed by its own posterior, which makes the flow exact.
-    """
-
-    forms: str
-    words: "Callable[[Routing], str]"
+    forms: str  # how it is written, for messages; `K`, `P` and `T` stand for numbers
+    words: "Callable[[Routing], str]"  # what it does, for tables and reports
+    # (B, K) of the router's probabilities (B, K) in float64 and uniforms (B, n); None without the router.
     weights: "Callable[[Routing, Tensor, Tensor], Tensor] | None" = None
-    parameters: tuple[str, ...] = ()
-    uniforms: "Callable[[Routing], int]" = lambda routing: 0
-    experts: "Callable[[Routing], int | None]" = lambda routing: None
-    least: "Callable[[Routing], int]" = lambda routing: 1
-    fixed: bool = False
-    own_null: bool = False
+    parameters: tuple[str, ...] = ()  # fields of `Routing` that it uses, in the order of its arguments
+    uniforms: "Callable[[Routing], int]" = lambda routing: 0  # n, for each sample
+    experts: "Callable[[Routing], int | None]" = lambda routing: None  # most at a step; None for all
+    least: "Callable[[Routing], int]" = lambda routing: 1  # fewest experts that there have to be
+    fixed: bool = False  # a sample's experts are known before the first step and stay
+    own_null: bool = False  # guidance's null branch goes by its own posterior, which makes the flow exact
 
 
 def keep(p: "Tensor", mask: "Tensor") -> "Tensor":

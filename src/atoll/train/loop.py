@@ -27,8 +27,7 @@ from atoll.store.store import Store
 from atoll.train import state as checkpoint
 from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import Float32Attention, StepSharding, whole
-from atoll.train.prefetch import Prefetcher
-from atoll.train.rows import Batch
+from atoll.train.rows import Batch, Prefetcher
 from atoll.train.state import Ema, Guard, Saver, TrainState
 from atoll.train.tasks import Task
 

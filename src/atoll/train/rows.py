@@ -1,7 +1,10 @@
-"""What a network learns from: rows, settings, and what a sample's position draws."""
+"""What a network learns from: rows, settings, what a sample's position draws; made one step ahead."""
 
 import platform
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.base.errors import DataError
 from atoll.base.format import code_version
+from atoll.base.preemption import leak_thread
 from atoll.base.rng import normals, uniforms
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
@@ -26,6 +31,9 @@ from atoll.flow.objective import drop_condition, training_times
 from atoll.flow.schedule import schedule
 from atoll.model.card import Card, check_producers
 from atoll.networks.families import parameter_count
+
+POLL = 0.2  # seconds between looks at whether the run was told to leave
+PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
 
 
 @dataclass(frozen=True)
@@ -164,3 +172,67 @@ class TrainingRows:
                 **({"student": settings["student"]} if "student" in settings else {}),
             },
         )
+
+
+class Prefetcher:
+    """Makes the batches of steps in order, one step ahead; a step waits `limit` seconds for its data."""
+
+    def __init__(self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float) -> None:
+        self.make, self.begin, self.batch, self.limit = make, begin, batch, limit
+        # One step ahead and no more: a batch of latents may be gigabytes, and data that lag behind lag
+        # anyway.
+        self._made: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        # A daemon: one that hangs in a dead file system must not keep the process from leaving.
+        self._thread = threading.Thread(target=self._run, daemon=True, name="data")
+
+    def __enter__(self) -> "Prefetcher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopped.set()
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            leak_thread(self._thread)
+
+    def next(self, stop_requested: Sequence[object]) -> list[Any] | None:
+        """The next step's batches; None if the run is told to leave before they are there."""
+        deadline = time.monotonic() + self.limit
+        while True:
+            try:
+                batch = self._made.get(timeout=min(POLL, self.limit))
+            except queue.Empty:
+                if stop_requested:
+                    return None
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"the data of the step at sample {self.begin:,} did not come within {self.limit:g} s",
+                        "the store or disk hangs: mend it and run the same command again",
+                    ) from None
+                continue
+            if isinstance(batch, BaseException):
+                raise batch
+            self.begin += self.batch
+            return batch
+
+    def _run(self) -> None:
+        # Here, since the number is the thread's own: a second team of OpenMP threads would spin beside that
+        # of the step, on the same cores.
+        torch.set_num_threads(1)
+        begin = self.begin
+        while not self._stopped.is_set():
+            batch: list[Any] | BaseException
+            try:
+                batch = self.make(begin)
+            except BaseException as error:  # `next` raises it: an exception in a thread would be lost
+                batch = error
+            while not self._stopped.is_set():
+                try:
+                    self._made.put(batch, timeout=POLL)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(batch, BaseException):
+                return
+            begin += self.batch
