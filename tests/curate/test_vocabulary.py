@@ -93,6 +93,16 @@ def test_nouns_of_captions_in_their_singular_the_commonest_first():
         Vocabulary.of_captions(captions, least=9)
 
 
+def test_a_noun_of_nearly_all_captions_is_no_concept():
+    """It distinguishes nothing, and every image would be one of it."""
+    captions = [f"a letter in {face}" for face in ("serif", "mono")] * 10
+    found = Vocabulary.of_captions([*captions, "a digit in mono"], least=2)
+    assert found.concepts == ("mono", "serif") and "letter" in found.source
+    assert Vocabulary.of_captions([*captions, *["a digit in mono"] * 3], least=2).concepts[0] == "letter"
+    with pytest.raises(DataError, match="every noun stands in nearly all"):
+        Vocabulary.of_captions(["a dog"] * 9, least=2)
+
+
 def test_lemmas_are_singulars_of_nouns():
     assert lemmas("kingbirds") == ("kingbird",) and lemmas("painting") == ("painting",)
     assert set(lemmas("leaves")) == {"leaf", "leave"} and set(lemmas("glasses")) == {"glass", "glasses"}

@@ -341,3 +341,23 @@ def test_every_family_has_an_entry() -> None:
         assert {*stock.components.values(), *stock.empty, "transformer", "scheduler"} <= set(takes)
     with pytest.raises(ConfigError, match="no stock diffusers pipeline is known for the unet family"):
         stock_of("unet")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("name", ["texts", "sd3"])
+def test_a_prompt_may_be_longer_than_a_training_caption(
+    name: str, students: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two prompts that differ beyond training's length: each has an image of its own."""
+    folder, to = students(name), tmp_path / "out"
+    argv = ["export", folder, "--model", "student", "--to", to, "--no-picture", "--encoders", "copy"]
+    cli.atoll.main([str(part) for part in argv], standalone_mode=False)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (to / "README.md").read_text(), re.DOTALL)
+    images = []
+    for last in ("red", "green"):
+        prompt = " ".join(["a"] * (2 * LENGTH) + [last])
+        program = snippet.replace('"out"', repr(str(to))).replace('"a prompt"', repr(prompt))
+        program = program.replace('"picture.png"', repr(str(tmp_path / f"{last}.png")))
+        exec(compile(program, "README.md", "exec"), {"__name__": "stranger"})
+        images.append(np.asarray(Image.open(tmp_path / f"{last}.png")).astype(int))
+    assert (images[0] != images[1]).any()  # the same prompt twice gives equal bytes

@@ -378,7 +378,11 @@ def test_all_that_was_measured_is_shown(swept: Builder):
     swept.store.put_json("reports/evaluate/references/ee.json", {"format": "atoll/statistics 1"})
     heads, rows = ["of", "rows", "top words"], [["<i>x", 3, None], ["y", 0.123456, "dog, cat"]]
     ReportTable(title="Concepts", text="Two.", columns=heads, rows=rows).write(swept.store, "concepts")
-    Page.of(swept).is_as_recorded("measured")
+    shown = Page.of(swept)
+    shown.is_as_recorded("measured")
+    # Words stand at the left of their column, and a phone shows the table as one, not as a block a row.
+    assert '<th scope="col" class="num">rows</th><th scope="col">top words</th>' in shown.html
+    assert 'data-label="top words"' not in shown.html
     tables = summary(swept)["compared"]
     best = [(row["model"], row["guidance"], row["ratio"]) for row in tables["best"]]
     assert best == [("monolith", 3.0, None), ("once", 1.0, 0.842)]

@@ -29,7 +29,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
 
     `parts` are digests of weights: of the ensemble's, as in `ensemble.json`, or of a network by its role.
     """
-    from atoll.data.dataset import DataSet
+    from atoll.data.dataset import WEIGHTS, DataSet
 
     store = campaign.store
     partition = read_partition(store)
@@ -46,7 +46,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
             break
     facts["data"]["rows"] = partition.rows
     if campaign.config.data.weighted and campaign.has_dataset():
-        facts["data"]["weights"] = campaign.dataset().column("weights").meta.producer
+        facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
     facts["data"]["clusters"] = of_clusters(store)
     for role in SINGLE:
         if (network := Checkpoint(store, f"{role}/expert")).published:

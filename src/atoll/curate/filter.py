@@ -154,9 +154,9 @@ def filter_stage(
         lost = (before - after) / np.maximum(before, 1) - 1.96 * np.sqrt(0.25 / np.maximum(before, 1))
         most = [number for number in np.argsort(-lost, kind="stable")[:MOST] if before[number]]
         kept += [(vocabulary.concepts[n], int(before[n]), int(after[n])) for n in most]
-    table: list[list[Any]] = [[name, size, left, round(left / max(1, size), 4)] for name, size, left in kept]
+    table: list[list[Any]] = [[of, size, left, f"{left / max(1, size):.1%}"] for of, size, left in kept]
     for name, size, left, share in table:
-        say(f"{name}: {left:,} of {size:,} rows kept ({share:.1%})")
+        say(f"{name}: {left:,} of {size:,} rows kept ({share})")
     if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", "dedupe"):
         say(f"warning: the weights by {before_it} are replaced: --times multiplies them instead")
     if dry_run:

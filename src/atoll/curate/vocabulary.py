@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -16,6 +16,8 @@ Match = Literal["phrase", "words"]
 MOST_FORMS = 256
 """Ways to write one concept, beyond which only its last word is inflected."""
 LONGEST = 200
+COMMON = 0.9
+"""Share of captions above which a noun is no concept: it distinguishes no caption from another."""
 
 
 class Vocabulary(File):
@@ -54,17 +56,23 @@ class Vocabulary(File):
         return cls(concepts=tuple(concepts), match=match, source=source)
 
     @classmethod
-    def of_captions(cls, captions: Iterable[str], least: int, match: Match = "phrase") -> "Vocabulary":
-        """The nouns, in their singular, that stand in so many captions at least; the commonest first."""
+    def of_captions(cls, captions: Collection[str], least: int, match: Match = "phrase") -> "Vocabulary":
+        """The nouns, in singular, of so many captions at least and not of nearly all, common ones first."""
         counts: Counter[str] = Counter()
         for caption in captions:
             counts.update({noun for word in words_of(caption) for noun in nouns(word)})
         # Ties by name: a set's order of strings changes with each process, and the order gives the numbers.
         frequent = sorted((-count, noun) for noun, count in counts.items() if count >= least)
-        if not frequent:
-            raise DataError(f"no noun stands in {least} captions", "lower --least")
-        chosen = tuple(noun for _, noun in frequent)
-        return cls(concepts=chosen, match=match, source=f"nouns in {least} captions or more")
+        chosen = tuple(noun for count, noun in frequent if -count <= COMMON * len(captions))
+        if not chosen:
+            known = (
+                f"no noun stands in {least} captions" if not frequent else "every noun stands in nearly all"
+            )
+            raise DataError(known, "lower --least, or give --vocabulary FILE")
+        source, everywhere = f"nouns in {least} captions or more", [n for _, n in frequent if n not in chosen]
+        if everywhere:
+            source += f"; left out, as in over {COMMON:.0%} of captions: {', '.join(everywhere)}"
+        return cls(concepts=chosen, match=match, source=source)
 
     def __len__(self) -> int:
         return len(self.concepts)

@@ -123,7 +123,7 @@ def _look_at_column(summary: Contents, name: str) -> None:
 
     # The producer in words: its name, and what is short of the rest.
     short = {k: v for k, v in meta.producer.items() if isinstance(v, str | int | float | bool) and v != ""}
-    producer = str(short.pop("name", "not named"))
+    producer = str(short.pop("name", name))
     if short:
         rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(short.items()))
         producer = f"{producer} ({rest})"[:160]

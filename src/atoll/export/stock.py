@@ -26,6 +26,7 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
+from atoll.encoders.text import prompt_length
 from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
@@ -159,6 +160,10 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     save_file(weights, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
     use_default_permissions(root / "transformer")
 
+    # Prompts may be longer than training's captions: as long as the text encoder takes.
+    length = prompt_length(loaded["text_encoder"], card.text["max_length"]) if card.text else 0
+    arguments = call_arguments(card, length, _factor(vae), defaults(sampling))
+
     # By the pipeline's names the components that whoever runs the folder has to fetch: class and name.
     outside = {}
     for name, place in stock.components.items():
@@ -170,7 +175,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     (root / PICTURE).unlink(missing_ok=True)
     if request.picture:
         given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
-        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given))
+        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given, arguments, length))
     facts = model_card_facts(campaign, {request.model: card.weights_sha256})
     facts |= {"licence": request.licence} if request.licence else {}
     student = card.provenance.get("student", {})
@@ -191,7 +196,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         without_vae=WITHOUT_VAE,
         outside=outside,
         alone=alone,
-        snippet=_snippet(stock, card, outside, _factor(vae), defaults(sampling), request.name),
+        snippet=_snippet(stock, card, outside, vae is None, arguments, length, request.name),
     )
     (root / README).write_text(text)
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
@@ -203,10 +208,13 @@ def _factor(vae: Any) -> int | None:
     return None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
 
 
-def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def call_arguments(
+    card: Card, length: int, factor: int | None, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Arguments of a call of the family's pipeline.
 
     Args:
+        length: most tokens of a prompt.
         factor: pixels a latent pixel; None without a VAE.
         defaults: `num_inference_steps` and `guidance_scale`.
     """
@@ -218,7 +226,7 @@ def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) 
             # Without classes both branches of guidance would be the null one, at twice the cost.
             asked |= {"class_labels": [CLASSES], "guidance_scale": 1.0}
     elif card.family == "pixart":
-        asked = {"prompt": ["a prompt"], **asked, "max_sequence_length": card.shape.text_length}
+        asked = {"prompt": ["a prompt"], **asked, "max_sequence_length": length}
         # Training saw captions uncleaned. Binning knows three latent sizes only, and raises for all others.
         asked |= {"clean_caption": False, "use_resolution_binning": False}
     elif card.family == "sd3":  # its own grid of times ends at 1/1000, so it is given another
@@ -229,7 +237,15 @@ def call_arguments(card: Card, factor: int | None, defaults: Mapping[str, Any]) 
     return asked if factor else {**asked, "output_type": "latent"}
 
 
-def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: dict[str, Any]) -> bytes:
+def _picture(
+    campaign: Campaign,
+    card: Card,
+    stock: Stock,
+    root: Path,
+    given: dict[str, Any],
+    arguments: dict[str, Any],
+    length: int,
+) -> bytes:
     """Load what was written as a stranger would, and do what README.md says; a PNG."""
     import diffusers
 
@@ -239,8 +255,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
     with quiet_loading():
         pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
     pipe.set_progress_bar_config(disable=True)
-    arguments = call_arguments(card, _factor(getattr(pipe, "vae", None)), defaults(campaign.config.sampling))
-    texts = prompts(campaign, SHOWN) or [""]
+    arguments, texts = dict(arguments), prompts(campaign, SHOWN) or [""]
     drawn = len(texts) if card.condition == "text" else SHOWN
     if card.condition != "text":
         labels = arguments["class_labels"] if card.condition == "none" else range(card.shape.classes)
@@ -256,7 +271,7 @@ def _picture(campaign: Campaign, card: Card, stock: Stock, root: Path, given: di
             pipe.transformer.set_attn_processor(getattr(import_module(module), name)())
         pipe.transformer.register_forward_pre_hook(stock.hide, with_kwargs=True)
         tokenizer, tower = (getattr(pipe, stock.components[name]) for name in ("tokenizer", "text_encoder"))
-        arguments |= encode(pipe, tokenizer, tower, texts, card.shape.text_length)
+        arguments |= encode(pipe, tokenizer, tower, texts, length)
     generators = [torch.Generator().manual_seed(seed) for seed in range(drawn)]
     with warnings.catch_warnings():
         # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
@@ -271,8 +286,9 @@ def _snippet(
     stock: Stock,
     card: Card,
     outside: Mapping[str, tuple[str, str]],
-    factor: int | None,
-    defaults: Mapping[str, Any],
+    in_pixels: bool,
+    call: Mapping[str, Any],
+    length: int,
     name: str,
 ) -> str:
     """A program that loads the folder of this name and writes one picture."""
@@ -287,10 +303,10 @@ def _snippet(
     # The pipeline, and the texts of one that does not encode them itself.
     given = [f"{part}={kind}.from_pretrained({json.dumps(where)})" for part, (kind, where) in outside.items()]
     given += [f"{part}=None" for part in stock.empty]
-    given += ["vae=None"] if factor is None and "vae" in stock.components else []
+    given += ["vae=None"] if in_pixels and "vae" in stock.components else []
     lines += ["", f"pipe = {stock.limits.pipeline}.from_pretrained("]
     lines += [f"    {part}," for part in (json.dumps(name), *given)] + [")"]
-    if factor and stock.limits.shifts and not card.latents["shift"]:
+    if not in_pixels and stock.limits.shifts and not card.latents["shift"]:
         lines.append("pipe.vae.register_to_config(shift_factor=0.0)")
     if stock.hide:
         lines += ["", "", inspect.getsource(encode), "", inspect.getsource(stock.hide), ""]
@@ -298,11 +314,9 @@ def _snippet(
             lines.append(f"pipe.transformer.set_attn_processor({stock.attention[1]}())")
         hook = f"pipe.transformer.register_forward_pre_hook({stock.hide.__name__}, with_kwargs=True)"
         encoders = f"pipe.{stock.components['tokenizer']}, pipe.{stock.components['text_encoder']}"
-        length = card.shape.text_length
         lines += [hook, f'texts = encode(pipe, {encoders}, ["a prompt"], length={length})']
 
     # The call, and pictures from what it gives.
-    call = call_arguments(card, factor, defaults)
     values = {key: _quoted(value) for key, value in call.items()}
     if "sigmas" in call:
         steps = len(call["sigmas"])
@@ -311,7 +325,7 @@ def _snippet(
     lines += [f"    {key}={value}," for key, value in values.items()]
     lines += ["    generator=torch.Generator().manual_seed(0),", ")"]
     latents = "result.images"
-    if stock.limits.patch and factor is None:
+    if stock.limits.patch and in_pixels:
         lines += ["", "", inspect.getsource(unpacked), ""]
         latents = f"unpacked(result.images, {card.shape.size})"
     whole = call.get("output_type") != "latent"
@@ -333,7 +347,7 @@ def encode(pipe: Any, tokenizer: Any, tower: Any, texts: list[str], length: int)
     """What the pipeline takes in place of texts: states, zeros where there is padding, and pooled zeros."""
     tokens = tokenizer(
         [*texts, *[""] * len(texts)],
-        padding="max_length",
+        padding=True,
         truncation=True,
         max_length=length,
         return_tensors="pt",
