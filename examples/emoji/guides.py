@@ -32,8 +32,7 @@ from atoll.export.call import set_times
 from atoll.measure.metrics.metric import How
 from atoll.measure.models import Candidate, Drawn, RowConditions, generation_of, published, samples_of
 from atoll.measure.pictures import Batch
-from atoll.measure.points import Judge
-from atoll.measure.reference import reference_of
+from atoll.measure.points import Judge, reference_of
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Dispatch, Networks, route

@@ -13,10 +13,9 @@ import torch
 
 from atoll.base.text import percent, words_of
 from atoll.campaign.folder import Campaign
-from atoll.curate.counts import ConceptCounts, count, evenness, spread
+from atoll.curate.audit import ConceptCounts, count, evenness, spread
 from atoll.curate.image_hits import FLOOR, linear, write_hits
-from atoll.curate.text_hits import COLUMN, Finder
-from atoll.curate.vocabulary import Vocabulary
+from atoll.curate.vocabulary import TEXT, Finder, Vocabulary
 from atoll.data.cluster_map import telling
 from atoll.encoders.vision import ClipEncoder, extractor
 from curate.conftest import Said
@@ -75,7 +74,7 @@ def test_only_shards_that_changed_are_searched_again(
     campaign: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ):
     index(said, campaign)
-    folder = campaign / "data/columns" / COLUMN
+    folder = campaign / "data/columns" / TEXT
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     (folder / "00001.safetensors").unlink()
     searched: list[str] = []

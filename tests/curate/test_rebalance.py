@@ -10,8 +10,7 @@ import pytest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan
 from atoll.cli import main as cli
-from atoll.curate.text_hits import Finder
-from atoll.curate.vocabulary import Vocabulary
+from atoll.curate.vocabulary import Finder, Vocabulary
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.partition import load

@@ -10,7 +10,7 @@ import torch
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import findings
 from atoll.cli import main as cli
-from atoll.curate.counts import ConceptCounts
+from atoll.curate.audit import ConceptCounts
 from atoll.curate.tail import FARTHEST, RealPictures, TailPrompts
 from atoll.train.run import train_run
 from curate.conftest import Said

@@ -15,8 +15,8 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import BESIDE
 from atoll.measure import models
+from atoll.measure.comparison import TrainingCurve
 from atoll.measure.setup import CommonSetup
-from atoll.measure.training_curve import TrainingCurve
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.folder import PRETRAIN_PART

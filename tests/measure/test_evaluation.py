@@ -15,8 +15,8 @@ from atoll.base.errors import DataError
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
-from atoll.measure.listing import show_all, table
 from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.request import show_all, table
 from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler, starting_noise

@@ -13,7 +13,7 @@ from atoll.base.errors import DataError, StoreError
 from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder, vision_encoder
 from atoll.measure.pictures import Folder
-from atoll.measure.reference import Reference, Statistics, reference_of
+from atoll.measure.points import Reference, Statistics, reference_of
 from atoll.store.store import Store
 from helpers_extractors import save_pictures
 

@@ -3,9 +3,8 @@
 import pytest
 
 from atoll.campaign.measured import CurveRow, GuidanceRow
-from atoll.measure.comparison import best_table
+from atoll.measure.comparison import best_table, crossing, reach_table
 from atoll.measure.models import supported
-from atoll.measure.training_curve import crossing, reach_table
 
 
 def swept(name: str, distances: dict[float, float]) -> list[GuidanceRow]:

@@ -19,11 +19,11 @@ def dots(page: Page, words: str, style: str) -> list[tuple[float, float]]:
 
 
 def test_lines_lie_as_their_numbers(swept: Builder):
-    page, label = Page.of(swept), "Distance over the guidance scale: Monolith, once"
+    page, label = Page.of(swept), "Distance by guidance: Monolith, once"
     mono, once = (dots(page, label, style) for style in ("monolith", "selected"))
     assert [x for x, _ in mono] == [x for x, _ in once] == sorted(x for x, _ in mono)
     assert once[0][1] > once[2][1] > once[1][1] > mono[2][1] > mono[1][1] > mono[0][1]  # y grows down
-    label = "Distance over training FLOPs: Shared pretraining, Monolith, once"
+    label = "Distance by training FLOPs: Shared pretraining, Monolith, once"
     shared, mono, once = (dots(page, label, style) for style in ("pretrain", "monolith", "selected"))
     # The ensemble's line begins where that of shared pretraining ends.
     assert len(shared) == len(mono) == 2 and len(once) == 3 and once[0] == shared[-1]
@@ -45,7 +45,7 @@ def test_without_a_monolith_the_curve_is_over_flops(swept: Builder):
     rows = [("once", s, f, None, d, None, None) for s, f, d in ((0.5, 1e12, 9.0), (1.0, 2e12, 4.0))]
     curve = table("model share train_flops of_monolith distance precision recall", rows)
     page = Page.of(swept.beyond(curve=curve, reach=None, pairs=None, guidance=None, best=None))
-    assert len(dots(page, "Distance over training FLOPs: once", "selected")) == 2
+    assert len(dots(page, "Distance by training FLOPs: once", "selected")) == 2
     assert "The dashed line is the finished monolith" not in page.text()
     assert "include the whole router" in page.text()
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.report import charts, facts, html, palette
+from atoll.report import charts, facts, page
 from atoll.report.charts import Axis, Chart, Series, Strip
-from atoll.report.html import environment
+from atoll.report.page import environment
 from report.pages import Page
 
 # Charts.
@@ -23,7 +23,7 @@ def numbers(path: str) -> list[float]:
     [[0.2, 1.7], [1000.0, 1001.0], [3.0, 3.0], [0.0, 0.0], [-5.0, 2.0], [1e-9, 2e-9], [7e7, 3e8], []],
 )
 def test_a_linear_axis_holds_its_values_between_round_ends(values: list[float]):
-    axis = charts.linear_axis("x", values)
+    axis = charts.linear_axis(values)
     assert all(-1e-9 <= axis.at(value) <= 1 + 1e-9 for value in values)
     assert axis.high > axis.low
     assert 2 <= len(axis.marks) <= 7
@@ -34,7 +34,7 @@ def test_a_linear_axis_holds_its_values_between_round_ends(values: list[float]):
     "values", [[0.2, 1.7], [3.0, 3.0], [1e-6, 1e6], [1280, 60000], [0.31, 0.33], [-1.0], []]
 )
 def test_a_logarithmic_axis_holds_its_positive_values(values: list[float]):
-    axis = charts.log_axis("x", values)
+    axis = charts.log_axis(values)
     assert all(0 <= axis.at(value) <= 1 for value in values if value > 0)
     assert axis.high > axis.low > 0
     assert len(axis.marks) <= 6
@@ -49,9 +49,9 @@ def draw(name: str, *values: object) -> Page:
 
 
 def test_a_line_goes_through_its_points():
-    x, y = Axis("x", 0.0, 10.0), Axis("y", 0.0, 1.0)
+    x, y = Axis(0.0, 10.0), Axis(0.0, 1.0)
     lines = [Series("a", "e0", [(0, 0), (5, 0.5), (10, 1)], dots=False)]
-    drawn = draw("line_chart", Chart("title", lines, x, y))
+    drawn = draw("line_chart", Chart(lines, x, y), "title")
     line = next(a["d"] for a in drawn.all("path") if a["class"] == "line")
     middle = [(charts.LEFT + charts.RIGHT) / 2, (charts.TOP + charts.BOTTOM) / 2]
     through = [charts.LEFT, charts.BOTTOM, *middle, charts.RIGHT, charts.TOP]
@@ -59,9 +59,9 @@ def test_a_line_goes_through_its_points():
 
 
 def test_text_in_a_chart_is_escaped():
-    x, y = Axis('<x "', 0.0, 1.0), Axis("y", 0.0, 1.0)
+    x, y = Axis(0.0, 1.0, '<x "'), Axis(0.0, 1.0)
     line = Series("<b>&", "e0", [(0, 0), (1, 1)])
-    drawn = draw("line_chart", Chart('a "quote" <i>', [line], x, y, [("<u>", 0.5)]))
+    drawn = draw("line_chart", Chart([line], x, y, [("<u>", 0.5)]), 'a "quote" <i>')
     assert drawn.wrong == []
     assert {tag for tag, _ in drawn.elements} == {"svg", "path", "text", "g", "title", "circle"}
     assert drawn.all("svg")[0]["aria-label"] == 'a "quote" <i>: <b>&'
@@ -69,8 +69,8 @@ def test_text_in_a_chart_is_escaped():
 
 
 def test_a_guide_outside_of_the_axis_is_not_drawn():
-    x, y = Axis("x", 0.0, 1.0), Axis("y", 0.0, 1.0)
-    drawn = draw("line_chart", Chart("about", [], x, y, [("over", 1.5), ("inside", 0.5)]))
+    x, y = Axis(0.0, 1.0), Axis(0.0, 1.0)
+    drawn = draw("line_chart", Chart([], x, y, [("over", 1.5), ("inside", 0.5)]), "about")
     assert "over" not in drawn.html and "inside" in drawn.html and len(drawn.with_class("guide")) == 1
 
 
@@ -168,7 +168,7 @@ def closest(colours: list[str], vision: str) -> float:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_stay_apart_for_every_kind_of_colour_vision(dark: bool):
-    colours = [palette.expert_colour(number, dark) for number in range(24)]
+    colours = [charts.expert_colour(number, dark) for number in range(24)]
     for vision in VISION:
         assert closest(colours[:4], vision) > 0.14
         assert closest(colours[:8], vision) > 0.06
@@ -195,4 +195,4 @@ def test_what_is_no_finite_number_is_none():
     odd = [None, "1", True, float("nan"), float("inf"), [1]]
     assert [facts.finite(value) for value in odd] == [None] * 6
     assert (facts.finite(2), facts.finite(0.5)) == (2.0, 0.5)
-    assert (html.decimals(-0.034), html.whole(12345.6), html.decimals(None)) == ("−0.03", "12,346", "–")
+    assert (page.decimals(-0.034), page.whole(12345.6), page.decimals(None)) == ("−0.03", "12,346", "–")

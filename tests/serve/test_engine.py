@@ -14,9 +14,9 @@ from atoll.base.errors import ConfigError
 from atoll.model.expert import Expert
 from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
-from atoll.serve.app import create_app
 from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
+from atoll.serve.server import create_app
 from atoll.serve.settings import ServeSettings
 
 WAYS = [

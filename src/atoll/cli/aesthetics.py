@@ -40,8 +40,7 @@ def train(labels: Path, out: str, scale: str, backbone: str, device: str, **give
     """Train a scorer on LABELS: parquet, CSV or JSON lines with image (or id) and score, scores or names."""
     from dataclasses import replace
 
-    from atoll.curate.aesthetics.labels import read_labels
-    from atoll.curate.aesthetics.scale import Scale
+    from atoll.curate.aesthetics.scale import Scale, read_labels
     from atoll.curate.aesthetics.scorer import Scorer, default_training
     from atoll.curate.aesthetics.stages import train_stage
 
@@ -90,7 +89,7 @@ def evaluate(
     labels: Path, scorer: str, out: str | None, bounds: tuple[float, float], campaign: str | None, device: str
 ) -> None:
     """How a scorer agrees with people on LABELS that it has not seen, by head and dimension."""
-    from atoll.curate.aesthetics.labels import read_labels
+    from atoll.curate.aesthetics.scale import read_labels
     from atoll.curate.aesthetics.scorer import Scorer
     from atoll.curate.aesthetics.stages import evaluate_stage
 

@@ -89,7 +89,7 @@ def fit(count_column: str | None, result_column: str | None, **tables: Any) -> N
 @click.option("--dry-run", is_flag=True, help="Say what an epoch would have, and write nothing.")
 def rebalance(campaign: str, t: float | None, target: int | None, **how: Any) -> None:
     """Weights by which frequent concepts are drawn less often: a column that data.weighted=true uses."""
-    from atoll.curate.rebalance import rebalance_stage
+    from atoll.curate.weigh import rebalance_stage
 
     if (t is None) == (target is None):
         raise click.UsageError("give --t or --target-size, one of them")
@@ -148,6 +148,6 @@ def evaluate(
 @click.option("--dry-run", is_flag=True, help="Say what would be kept, and write nothing.")
 def filter_rows(campaign: str, **how: Any) -> None:
     """Draw only rows that score well or have the right licence, by weights: nothing is removed."""
-    from atoll.curate.filter import filter_stage
+    from atoll.curate.weigh import filter_stage
 
     filter_stage(open_campaign(campaign), **how)

@@ -322,7 +322,7 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
     The reference is by default the campaign's held-out rows, and under `conditions: test` its test rows.
     """
     if listed:
-        from atoll.measure.listing import show_all
+        from atoll.measure.request import show_all
 
         if campaign is None:
             raise AtollError("--list needs a campaign", "name it")

@@ -47,7 +47,7 @@ def dashboard(
     """How the islands stand, live in a browser while they train anywhere; it only reads."""
     opened = open_campaign(campaign)
     if once is not None:
-        from atoll.report.dashboard import Dashboard
+        from atoll.report.page import Dashboard
 
         Dashboard(opened).write(once)
         say(f"wrote {once}")

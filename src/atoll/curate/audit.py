@@ -1,27 +1,216 @@
-"""What is in the data: the stages that index, tag and count concepts."""
+"""What is in the data: concepts indexed, tagged, and counted in captions, pictures and both for every expert.
+
+Only counts leave an island, and they add up: the counts of two data sets are those of both together.
+"""
 
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
 
 from atoll.base.config import Config
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.format import File
 from atoll.base.safe_parse import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
 from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
-from atoll.curate import image_hits, text_hits
-from atoll.curate.counts import ConceptCounts, Spread, count, evenness, spread
-from atoll.curate.vocabulary import Match, Vocabulary
+from atoll.curate import image_hits
+from atoll.curate.image_hits import IMAGE, PROBABILITIES
+from atoll.curate.vocabulary import TEXT, Match, Vocabulary, index
 from atoll.data.cluster_map import telling
+from atoll.data.columns import Column
+from atoll.data.dataset import DataSet
 from atoll.data.settings import features_column
 from atoll.store.store import Store
+
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+TABLES = ("text", "image", "both")
+CHUNK = 1 << 16
+"""Rows whose hits are in memory at once."""
+
+
+class ConceptCounts(File):
+    """`counts.json`: hits of every concept, by cluster."""
+
+    FORMAT, PLACE, ERROR = "atoll/concept-counts", "reports/concepts/counts.json", DataError
+    REMEDY = "run 'atoll concepts audit' again"
+
+    vocabulary: str
+    """Digest of the vocabulary."""
+    concepts: tuple[str, ...]
+    """Names, by number."""
+    threshold: float | None
+    """Probability from which a tag of a picture counts; None where pictures were not tagged."""
+    rows: tuple[int, ...]
+    """Training rows of every cluster."""
+    text: list[list[int]]
+    """Captions with the concept, by concept and cluster."""
+    image: list[list[int]] | None = None
+    """Pictures with the concept; None where pictures were not tagged."""
+    both: list[list[int]] | None = None
+    """Rows whose caption and picture have it."""
+    comparable: tuple[int, ...] = ()
+    """Rows of every cluster with a concept in the caption and one in the picture."""
+    misaligned: tuple[int, ...] = ()
+    """Those of them that have none in common."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for table in [table for table in (self.text, self.image, self.both) if table is not None]:
+            if len(table) != len(self.concepts) or any(len(row) != len(self.rows) for row in table):
+                raise ValueError("tables do not fit concepts and clusters")
+            if any(count < 0 for row in table for count in row):
+                raise ValueError("a count is negative")
+        return self
+
+    def __add__(self, other: "ConceptCounts") -> "ConceptCounts":
+        """Counts of both data sets; `DataError` where vocabulary, threshold or clusters differ."""
+        # Numbers of concepts mean nothing under another vocabulary: sums would look right and be wrong.
+        for name in ("vocabulary", "concepts", "threshold"):
+            if getattr(self, name) != getattr(other, name):
+                fix = "count both by one vocabulary and threshold"
+                raise DataError(f"counts of another {name.rstrip('s')} cannot be added", fix)
+        if len(self.rows) != len(other.rows):
+            what = f"counts of {len(self.rows)} and {len(other.rows)} clusters cannot be added"
+            raise DataError(what, "count both by one partition")
+        added: dict[str, Any] = {}
+        for name in ("rows", "text", "image", "both", "comparable", "misaligned"):
+            first, second = getattr(self, name), getattr(other, name)
+            if first is None or second is None:
+                added[name] = None
+                continue
+            total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
+            added[name] = tuple(total) if isinstance(first, tuple) else total
+        return self.model_copy(update=added)
+
+    @property
+    def tables(self) -> dict[str, I64]:
+        """Counts `(C, K)` of text, and of image and both where pictures were tagged; the last one decides."""
+        return {name: self.table(name) for name in TABLES if getattr(self, name) is not None}
+
+    def table(self, name: str = "text") -> I64:
+        """Counts `(C, K)` of `text`, `image` or `both`."""
+        table = getattr(self, name)
+        return np.array(table, dtype=np.int64).reshape(len(self.concepts), len(self.rows))
+
+
+def count(
+    dataset: DataSet, vocabulary: Vocabulary, rows: I64, clusters: I64, k: int, threshold: float = 0.7
+) -> ConceptCounts:
+    """Count the hits of rows `(N,)` by their clusters `(N,)`.
+
+    Args:
+        dataset: indexed by this vocabulary; pictures count if they were tagged by it.
+        threshold: probability from which a tag counts.
+    """
+    text, image = caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)
+    width = len(vocabulary)
+
+    def pairs(column: Column, chunk: I64, likely: Column | None = None) -> I64:
+        # A hit is one number, row * width + concept, so that sets of hits are sets of integers.
+        values, mask = column.read_ragged(chunk)
+        if likely is not None:
+            mask = mask & (likely.read_ragged(chunk)[0] >= threshold)
+        row = np.repeat(np.arange(len(chunk)), mask.sum(1).numpy())
+        numbers: I64 = row * width + values[mask].numpy().astype(np.int64)
+        return numbers
+
+    tables = np.zeros((3, width * k), dtype=np.int64)  # text, image, both
+    comparable, misaligned = np.zeros((2, k), dtype=np.int64)
+    for chunk, homes in zip(chunks(rows), chunks(clusters), strict=True):
+        hits = [pairs(text, chunk)]
+        if image is not None:
+            hits.append(pairs(image, chunk, dataset.column(PROBABILITIES)))
+            hits.append(np.intersect1d(hits[0], hits[1], assume_unique=True))
+            with_both = np.intersect1d(hits[0] // width, hits[1] // width)
+            comparable += np.bincount(homes[with_both], minlength=k)
+            misaligned += np.bincount(homes[np.setdiff1d(with_both, hits[2] // width)], minlength=k)
+        for table, numbers in zip(tables, hits, strict=False):
+            table += np.bincount(numbers % width * k + homes[numbers // width], minlength=width * k)
+    counted: dict[str, Any] = dict(zip(TABLES, tables.reshape(3, width, k).tolist(), strict=True))
+    counted |= {"comparable": tuple(comparable.tolist()), "misaligned": tuple(misaligned.tolist())}
+    return ConceptCounts(
+        vocabulary=vocabulary.hash,
+        concepts=vocabulary.concepts,
+        threshold=threshold if image is not None else None,
+        rows=tuple(np.bincount(clusters, minlength=k).tolist()),
+        **(counted if image is not None else {"text": counted["text"]}),
+    )
+
+
+def chunks(rows: I64) -> list[I64]:
+    """Row numbers in parts whose hits fit into memory."""
+    return [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
+
+
+def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | None:
+    """A column of hits; None where there is none of this vocabulary."""
+    column = dataset.column(name) if dataset.has_column(name) else None
+    return column if column and column.meta.producer.get("vocabulary") == vocabulary.hash else None
+
+
+def caption_hits(dataset: DataSet, vocabulary: Vocabulary) -> Column:
+    """Concepts in captions; `DataError` where captions were not searched for these."""
+    if (column := hits_of(dataset, TEXT, vocabulary)) is None:
+        what = f"the captions of {dataset.store.location} are not searched for these concepts"
+        raise DataError(what, "run 'atoll concepts index' again")
+    return column
+
+
+class Spread(Config):
+    """How the counts of all concepts are spread, in captions (text), pictures (image) or both."""
+
+    hits: str
+    """What was counted."""
+    absent: float = measured(unit="share")
+    """Concepts without any row."""
+    median: float
+    """Rows of the median concept."""
+    top: float = measured(unit="share")
+    """Hits that the most frequent hundredth of the concepts has."""
+    evenness: float = measured(digits=2)
+    """Mean over hits of how evenly a concept lies on the clusters: 0 where one has all, 1 as the rows do."""
+
+
+def spread(hits: str, table: I64, rows: I64) -> Spread:
+    """The spread of counts `(C, K)` over clusters of so many rows `(K,)`."""
+    totals = table.sum(1)
+    most, total = max(1, len(totals) // 100), max(1, int(totals.sum()))
+    return Spread(
+        hits=hits,
+        absent=float((totals == 0).mean()),
+        median=float(np.median(totals)),
+        top=float(np.sort(totals)[::-1][:most].sum() / total),
+        evenness=float((evenness(table, rows) * totals).sum() / total),
+    )
+
+
+def evenness(table: I64, rows: I64) -> F64:
+    """Of every concept `(C,)`: 1 less the divergence of its clusters from the rows', over the largest.
+
+    `1 - KL(p(k | concept) || p(k)) / ln(1 / min p(k))`: 1 where it lies on the clusters as all rows do, 0
+    where the smallest has all of it; 1 where there is only one cluster, or no row.
+    """
+    # Held against the rows' own shares: clusters differ in size, and a large one has more of everything.
+    prior = rows / max(1, rows.sum())
+    if (rows > 0).sum() < 2:
+        return np.ones(len(table))
+    share = table / np.maximum(1, table.sum(1, keepdims=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = np.where(share > 0, share * np.log(share / prior), 0.0)
+    even: F64 = 1 - parts.sum(1) / -np.log(prior[prior > 0].min())
+    return even
+
 
 COUNTS = ConceptCounts.PLACE
 TABLE = COUNTS.replace(".json", ".csv")
@@ -41,7 +230,7 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     else:
         vocabulary = Vocabulary.of_lines(read_lines(path), path.name, match)
     progress = Progress("concepts in captions", len(dataset.shards), unit="shards")
-    column = text_hits.index(dataset, vocabulary, progress)
+    column = index(dataset, vocabulary, progress)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
     say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
     say(

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError, first_line
 from atoll.base.hashing import sha256
-from atoll.curate.text_hits import COLUMN as TEXT
-from atoll.curate.text_hits import ragged
-from atoll.curate.vocabulary import Vocabulary
+from atoll.curate.vocabulary import TEXT, Vocabulary, ragged
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
 from atoll.encoders.vision import ClipEncoder, extractor
 
-COLUMN, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
+IMAGE, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
 PLAIN = "a photo."
 FLOOR = 0.1
 """Probability below which a tag is not kept."""
@@ -55,7 +53,7 @@ def write_hits(
 
     dataset.write_column(PROBABILITIES, producer, probabilities, kind="ragged")
     return dataset.write_column(
-        COLUMN, producer, lambda shard: ragged(list(row) for row in kept(shard)), None, "ragged", progress
+        IMAGE, producer, lambda shard: ragged(list(row) for row in kept(shard)), None, "ragged", progress
     )
 
 

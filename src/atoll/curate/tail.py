@@ -25,8 +25,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
 from atoll.curate.aesthetics.stages import MEAN
-from atoll.curate.audit import COUNTS, vocabulary_of
-from atoll.curate.counts import ConceptCounts, caption_hits
+from atoll.curate.audit import COUNTS, ConceptCounts, caption_hits, vocabulary_of
 from atoll.data.dataset import DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.model.model import Model

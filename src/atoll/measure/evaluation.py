@@ -12,12 +12,11 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.encoders.vision import extractor
-from atoll.measure.listing import COMPARED, REPORTS, notes_of, table
 from atoll.measure.metrics.metric import How, parse
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
 from atoll.measure.pictures import Folder
-from atoll.measure.points import Judge
-from atoll.measure.reference import reference_of
+from atoll.measure.points import Judge, reference_of
+from atoll.measure.request import COMPARED, REPORTS, notes_of, table
 from atoll.store.store import Store
 
 

@@ -27,8 +27,7 @@ from atoll.measure.models import (
 )
 from atoll.measure.pictures import Rows, of_usual_size
 from atoll.measure.points import FOLDER as POINTS
-from atoll.measure.points import Judge
-from atoll.measure.reference import Reference
+from atoll.measure.points import Judge, Reference
 from atoll.measure.same_noise import SavedSamples
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import PRETRAIN_PART, read_manifest

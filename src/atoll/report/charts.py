@@ -1,4 +1,9 @@
-"""The numbers of the page's drawings: axes, lines, strips, the ring. `drawings.html` makes SVG of them."""
+"""The numbers of the pages' drawings: axes, lines, strips, the ring; and colours. `drawings.html` draws them.
+
+An expert has one colour everywhere, and the first four stay apart best. Colours were searched for in OKLab
+under simulated protan-, deuteran- and tritanopia (Machado et al. 2009); numbers and names always stand beside
+them, so colour is never alone.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -6,7 +11,47 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from atoll.campaign.roles import RUNS, SINGLE
 from atoll.report.facts import Point
+
+LIGHT = ("#0a6fb0", "#e3a62b", "#9c3015", "#3fbfb9", "#5f3467", "#8b93f0", "#cf8089", "#86762f")
+"""On a light page."""
+DARK = ("#3f95dc", "#f7cb68", "#c9593b", "#4feadd", "#9a5fa8", "#b4bcfa", "#ef919b", "#a39a2f")
+"""The same hues on a dark page."""
+ROUTED = ("selected", "mixture", "own", "router")
+"""CSS classes of the colours of routings, in order."""
+
+
+def model_name(name: str) -> str:
+    """As the page calls a model: a single network by its title, a routing as it is."""
+    return RUNS[name].title if name in SINGLE else name
+
+
+def expert_colour(number: int, dark: bool = False) -> str:
+    """Hex colour of an expert. After the eighth they come again, darker on light and lighter on dark."""
+    base = (DARK if dark else LIGHT)[number % len(LIGHT)]
+    # Each round covers the same part of what is left to black or white, so no two rounds are ever equal.
+    away, share = 255 if dark else 0, 1 - 0.65 ** (number // len(LIGHT))
+    channels = (int(base[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (away - c) * share):02x}" for c in channels)
+
+
+def stylesheet(count: int) -> str:
+    """CSS: `--e0` ... of all experts on light and dark pages, and a class `e0` ... for each."""
+    light, dark = (
+        " ".join(f"--e{number}: {expert_colour(number, dark)};" for number in range(count))
+        for dark in (False, True)
+    )
+    classes = " ".join(f".e{number} {{ --c: var(--e{number}) }}" for number in range(count))
+    of_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ {light} }}\n{of_dark}\n{classes}\n"
+
+
+def model_styles(names: Iterable[str]) -> dict[str, str]:
+    """CSS class of every model: a single network's is its name, routings take theirs in turn."""
+    routings = [name for name in dict.fromkeys(names) if name not in SINGLE]
+    return {name: name for name in SINGLE} | {n: ROUTED[i % len(ROUTED)] for i, n in enumerate(routings)}
+
 
 WIDTH, HEIGHT = 440, 254
 LEFT, RIGHT, TOP, BOTTOM = 42, WIDTH - 20, 12, HEIGHT - 42
@@ -34,11 +79,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis, from `low` to `high`, which are positive where it is logarithmic."""
+    """One axis, from `low` to `high`, which are positive where it is logarithmic; a title is drawn below."""
 
-    title: str
     low: float
     high: float
+    title: str = ""
     log: bool = False
     marks: Sequence[float] = ()
     label: Callable[[float], str] = tick
@@ -54,16 +99,10 @@ class Axis:
 class Chart:
     """Lines over two axes, the last on top, and names (which may be empty) and heights of dashed guides."""
 
-    title: str
     series: Sequence[Series]
     x: Axis
     y: Axis
     guides: Sequence[tuple[str, float]] = ()
-
-    @property
-    def about(self) -> str:
-        """For those who do not see it: the title, and whose lines there are."""
-        return f"{self.title}: {', '.join(line.name for line in self.series)}"
 
     def across(self, value: float) -> float:
         """Horizontal coordinate of a value."""
@@ -78,7 +117,7 @@ class Chart:
         return "M" + "L".join(f"{self.across(x):g} {self.down(y):g}" for x, y in points)
 
 
-def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis:
+def linear_axis(values: Iterable[float], zero: bool = False, title: str = "") -> Axis:
     """An axis whose ends are round and hold all values, and 0 if so asked."""
     numbers = list(values) or [0.0, 1.0]
     low, high = min(0.0, *numbers) if zero else min(numbers), max(numbers)
@@ -89,10 +128,10 @@ def linear_axis(title: str, values: Iterable[float], zero: bool = False) -> Axis
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if (high - low) / 5 <= m * power * (1 + 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     marks = [round(i * step, 12) for i in range(first, last + 1)]
-    return Axis(title, marks[0], marks[-1], marks=marks)
+    return Axis(marks[0], marks[-1], title, marks=marks)
 
 
-def log_axis(title: str, values: Iterable[float]) -> Axis:
+def log_axis(values: Iterable[float], title: str = "") -> Axis:
     """A logarithmic axis that holds all positive values, with at most six marks at round numbers."""
     numbers = [value for value in values if value > 0] or [1.0, 10.0]
     low, high = min(numbers), max(numbers)
@@ -104,18 +143,16 @@ def log_axis(title: str, values: Iterable[float]) -> Axis:
         marks = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]
         if len(marks) <= 6:
             break
-    return Axis(title, low, high, log=True, marks=marks[:: max(1, -(-len(marks) // 6))])
+    return Axis(low, high, title, log=True, marks=marks[:: max(1, -(-len(marks) // 6))])
 
 
-_SHARES = Axis("", 0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label="{:.0%}".format)
+_SHARES = Axis(0.0, 1.0, marks=(0, 0.25, 0.5, 0.75, 1), label="{:.0%}".format)
 _ENDS = {0.0: "0 data", 1.0: "1 noise"}
-_TIME = Axis("t", -0.02, 1.02, marks=_SHARES.marks, label=lambda t: _ENDS.get(t, f"{t:.2g}"))
+_TIME = Axis(-0.02, 1.02, "t", marks=_SHARES.marks, label=lambda t: _ENDS.get(t, f"{t:.2g}"))
 
 
 def by_time(
-    title: str,
     series: Iterable[Series],
-    unit: str,
     guides: Sequence[tuple[str, float | None]] = (),
     zero: bool = False,
     share: bool = False,
@@ -126,11 +163,10 @@ def by_time(
         return None
     dashed = [(name, value) for name, value in guides if value is not None]
     values = [v for line in lines for _, v in line.points] + [value for _, value in dashed]
-    y = replace(_SHARES, title=unit) if share else linear_axis(unit, values, zero)
-    return Chart(title, lines, _TIME, y, dashed)
+    return Chart(lines, _TIME, _SHARES if share else linear_axis(values, zero), dashed)
 
 
-def training_curve(title: str, curves: Sequence[Series]) -> Chart | None:
+def training_curve(curves: Sequence[Series]) -> Chart | None:
     """Losses against images seen, both logarithmic: smoothed, with the raw values behind."""
     lines = [
         Series(curve.name, curve.style, smooth(curve.points), thin(curve.points), dots=False)
@@ -143,13 +179,13 @@ def training_curve(title: str, curves: Sequence[Series]) -> Chart | None:
     # few, which the frame clips.
     raw = sorted(y for line in lines for _, y in line.raw if y > 0)
     high = raw[min(len(raw) - 1, int(0.995 * len(raw)))] if raw else 1.0
-    x = log_axis("images seen", [seen for line in lines for seen, _ in line.points])
-    y = log_axis(title.lower(), [v for line in lines for _, v in line.points] + [v for v in raw if v <= high])
+    x = log_axis([seen for line in lines for seen, _ in line.points], "images seen")
+    y = log_axis([v for line in lines for _, v in line.points] + [v for v in raw if v <= high])
     clipped = [
         replace(line, raw=[(seen, min(max(loss, y.low), y.high)) for seen, loss in line.raw if seen > 0])
         for line in lines
     ]
-    return Chart(f"{title} against images seen", clipped, x, y)
+    return Chart(clipped, x, y)
 
 
 def smooth(points: Sequence[Point], width: float = 1.18, most: int = 400) -> list[Point]:

@@ -28,8 +28,7 @@ from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_sources
 from atoll.model.folder import README
 from atoll.report.facts import Facts, Picture, clean, pixelated
-from atoll.report.html import environment
-from atoll.report.page import write_page
+from atoll.report.page import rendered, write_page
 
 SHOWN, PAIRED, REJECTED = 60, 24, 24
 """Rows, pairs of duplicates, and rejected positions that are shown."""
@@ -84,32 +83,29 @@ def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
         "Width over height": contents.aspects,
         "Words of a caption": contents.words,
     }
-    page = (
-        environment()
-        .get_template("data.html")
-        .render(
-            name=clean("/".join(dataset.store.location.rstrip("/").split("/")[-2:])),
-            contents=contents,
-            source=clean(manifest.source.get("name", "")),
-            total=len(dataset),
-            manifest=manifest,
-            bytes=[(kind, contents.bytes(kind)) for kind in ("rows", "images")],
-            licences=_most(contents.licences),
-            sources=_most(contents.sources),
-            captions=[(clean(text), count) for text, count in contents.captions if count > 1],
-            histograms=[(title, bars(tally), tally) for title, tally in tallies.items() if tally],
-            columns=[
-                vars(column) | {"form": clean(column.form), "producer": clean(column.producer)}
-                for column in contents.columns
-            ],
-            problems=[clean(problem) for problem in contents.problems],
-            rows=rows,
-            pairs=pairs,
-            doubtful=Facts(campaign.store).picture(PAIRS),
-            rejects=_rejects(campaign, contents),
-            pixelated=pixelated([shown for _, shown in rows]),
-            colours="",
-        )
+    page = rendered(
+        "data.html",
+        name=clean("/".join(dataset.store.location.rstrip("/").split("/")[-2:])),
+        contents=contents,
+        source=clean(manifest.source.get("name", "")),
+        total=len(dataset),
+        manifest=manifest,
+        bytes=[(kind, contents.bytes(kind)) for kind in ("rows", "images")],
+        licences=_most(contents.licences),
+        sources=_most(contents.sources),
+        captions=[(clean(text), count) for text, count in contents.captions if count > 1],
+        histograms=[(title, bars(tally), tally) for title, tally in tallies.items() if tally],
+        columns=[
+            vars(column) | {"form": clean(column.form), "producer": clean(column.producer)}
+            for column in contents.columns
+        ],
+        problems=[clean(problem) for problem in contents.problems],
+        rows=rows,
+        pairs=pairs,
+        doubtful=Facts(campaign.store).picture(PAIRS),
+        rejects=_rejects(campaign, contents),
+        pixelated=pixelated([shown for _, shown in rows]),
+        colours="",
     )
     write_page(path, page, "--page")
 

@@ -1,39 +1,111 @@
-"""The report of a campaign: one self-contained HTML page, and its figures as JSON."""
+"""Pages of a campaign: the report with its figures as JSON, the dashboard, and what all templates share."""
 
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from pydantic import BaseModel
 
+from atoll.base import text
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.base.format import File
+from atoll.base.table import Column, columns_of, shown
+from atoll.base.text import NONE
+from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE
 from atoll.campaign.report_table import findings
-from atoll.campaign.roles import RUNS
+from atoll.campaign.roles import BASELINE, RUNS
+from atoll.campaign.runs import runs_of
+from atoll.campaign.status import BAD, Observer, trouble
 from atoll.data.formats import PartitionFile
-from atoll.report import palette, sections, why
-from atoll.report.facts import Facts, total
-from atoll.report.html import environment
+from atoll.report import charts, sections, why
+from atoll.report.facts import Facts, pixelated, total
 from atoll.store.store import Store
 
+
+def whole(value: float | None) -> str:
+    """`12,345`."""
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def decimals(value: float | None, digits: int = 2) -> str:
+    """`0.77`, `−0.03`: a number about 1."""
+    return NONE if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+_columns_of = cache(columns_of)
+
+
+def cell(row: Any, key: Any) -> str:
+    """A value of a table's row, in the unit that a typed row has for it; text and markup stay as they are."""
+    # Units are those of the CSV and of the terminal, so one number never has two forms.
+    value = getattr(row, key) if isinstance(row, BaseModel) else row[key]
+    if isinstance(value, str):
+        return value
+    columns = _columns_of(type(row)) if isinstance(row, BaseModel) else ()
+    return shown(value, next((column for column in columns if column.name == key), Column("")))
+
+
+def chip(name: Any, style: str) -> Markup:
+    """A name beside its colour."""
+    return Markup('<span class="chip {}">{}</span>').format(style, name)
+
+
+def served(expert: Any) -> str:
+    """Whose samples a row is of: an expert's by its number, the baseline's, or all."""
+    if expert == "all":
+        return "All"
+    return chip(RUNS[expert].title, expert) if expert == BASELINE else chip(f"Expert {expert}", f"e{expert}")
+
+
+@cache
+def environment() -> Environment:
+    """The templates of all pages."""
+    pages = Environment(
+        loader=PackageLoader("atoll.report"),
+        # Captions, names of hosts and settings come from elsewhere: nothing is markup unless it says so.
+        autoescape=True,
+        # A misspelled name would otherwise be an empty place on a page that nobody reads again.
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    formats = {
+        "whole": whole,
+        "decimals": decimals,
+        "significant": text.round_sig,
+        "ratio": text.ratio,
+        "percent": text.percent,
+        "flops": text.flops,
+        "time": text.duration,
+        "size": text.size,
+        "model": charts.model_name,
+    }
+    pages.filters |= formats
+    # Formats are functions too, so that a table's columns can name them.
+    pages.globals |= {"write": formats, "cell": cell, "chip": chip, "served": served}
+    pages.globals["frame"] = (charts.LEFT, charts.RIGHT, charts.TOP, charts.BOTTOM)
+    return pages
+
+
 PAGE = "reports/index.html"
-SECTIONS = {
-    "head": sections.head,
-    "samples": sections.samples,
-    "routing": sections.routing,
-    "clusters": sections.clusters,
-    "learning": sections.learning,
-    "strategies": sections.strategies,
-    "beyond": sections.beyond,
-    "evaluated": sections.evaluated,
-    "findings": lambda facts: findings(facts.store),
-    "why": why.why,
-    "sampling": why.sampling,
-    "flops": sections.flops,
-    "provenance": sections.provenance,
-}
-"""What the template of each name, in `templates/sections/`, is given; None where there is nothing yet."""
+
+
+def rendered(template: str, **given: Any) -> str:
+    """A page or a part of one."""
+    return environment().get_template(template).render(**given)
+
+
+SECTIONS = (
+    *(sections.head, sections.samples, sections.routing, sections.clusters, sections.learning),
+    *(sections.strategies, sections.beyond, sections.evaluated, why.why, why.sampling),
+    *(sections.flops, sections.provenance),
+)
+"""What the templates of the same names show, in `templates/sections/`; None where there is nothing yet."""
 
 
 class Summary(File):
@@ -92,16 +164,14 @@ def write_report(store: Store) -> str:
         raise PartitionError(f"{where} has no partition", f"run 'atoll partition {where}' first")
     facts = Facts(store)
     store.put_json(Summary.PLACE, summary(facts).to_json())
-    context = {name: section(facts) for name, section in SECTIONS.items()}
-    page = (
-        environment()
-        .get_template("page.html")
-        .render(
-            facts=facts,
-            colours=Markup(palette.stylesheet(facts.partition.k)),
-            config=yaml.safe_dump(facts.frozen.config, sort_keys=False, allow_unicode=True),
-            **context,
-        )
+    context = {section.__name__: section(facts) for section in SECTIONS}
+    page = rendered(
+        "page.html",
+        facts=facts,
+        colours=Markup(charts.stylesheet(facts.partition.k)),
+        config=yaml.safe_dump(facts.frozen.config, sort_keys=False, allow_unicode=True),
+        findings=findings(store),
+        **context,
     )
     store.put(PAGE, page.encode("utf-8", "replace"))
     return store.name(PAGE)
@@ -150,3 +220,54 @@ def write_page(path: Path, page: str, option: str) -> None:
         path.write_text(page, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})", f"give another {option}") from None
+
+
+class Dashboard:
+    """A campaign at any stage as a page; nothing of it is changed."""
+
+    def __init__(self, campaign: Campaign) -> None:
+        self.campaign = campaign
+        self._observer = Observer(campaign)
+
+    def now(self) -> str:
+        """Render states, curves and previews; `StoreError` or `DataError` where files cannot be read."""
+        status, store = self._observer.read(), self.campaign.store
+        facts = Facts(store) if status.partitioned else None
+        done, whole = (
+            sum(getattr(run, part) for run in status.runs) for part in ("done_flops", "train_flops")
+        )
+        folders, previews = {run.name: run.folder for run in runs_of(self.campaign.config)}, []
+        for run in status.runs if facts else []:
+            keys = [key for key in store.list(f"{folders[run.name]}/run/previews") if key.endswith(".png")]
+            # By number: names are not padded for all lengths of a training, and others may lie there.
+            steps = {int(stem): key for key in keys if (stem := key.rpartition("/")[2][:-4]).isdecimal()}
+            picture = facts.picture(steps[max(steps)]) if facts and steps else None
+            if picture is not None:
+                previews.append((run, max(steps), picture))
+        return rendered(
+            "dashboard_now.html",
+            status=status,
+            styles={run.name: run.role if run.island is None else f"e{run.island}" for run in status.runs},
+            done=done / whole if whole else 0.0,
+            counts=Counter(run.state for run in status.runs),
+            troubles=[f"{run.name} {trouble(run)}" for run in status.bad],
+            bad=BAD,
+            learning=sections.learning(facts) if facts else None,
+            facts=facts,
+            previews=previews,
+            pixelated=pixelated([picture for _, _, picture in previews]),
+        )
+
+    def still(self) -> str:
+        """The partition, which never changes: sizes of the clusters and their contact sheets; or nothing."""
+        if not self.campaign.is_partitioned:
+            return ""
+        facts = Facts(self.campaign.store)
+        return rendered("dashboard_still.html", facts=facts, clusters=sections.clusters(facts))
+
+    def write(self, path: Path) -> None:
+        """Write all of it as one page that needs nothing else; `ConfigError` if that cannot be."""
+        parts = {"now": Markup(self.now()), "still": Markup(self.still())}
+        colours = Markup(charts.stylesheet(self.campaign.config.partition.k))
+        page = rendered("dashboard.html", name=Facts(self.campaign.store).name, colours=colours, **parts)
+        write_page(path, page, "--once")

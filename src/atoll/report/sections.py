@@ -16,11 +16,12 @@ from atoll.report.charts import (
     by_time,
     linear_axis,
     log_axis,
+    model_name,
+    model_styles,
     ring,
     training_curve,
 )
 from atoll.report.facts import Facts, Point, clean_tree, pixelated, total
-from atoll.report.palette import model_name, model_styles
 
 SIDE, MARGIN = 440, 10
 """Width of the clusters' map, and what stays free around it."""
@@ -118,24 +119,16 @@ def learning(facts: Facts) -> dict[str, Any]:
     curves = [Series(run.name, run.style, run.losses) for run in runs if run.run.kind.task != "distill"]
     return {
         "runs": sorted(runs, key=lambda run: run.run.expert is None),
-        "training": training_curve("Training loss", curves),
-        "validation": by_time(
-            "Validation loss at fixed times t", [Series(r.name, r.style, r.validation) for r in runs], "loss"
-        ),
-        "router_training": training_curve(
-            "Router cross-entropy", [Series(router.name, router.style, router.losses)]
-        ),
+        "training": training_curve(curves),
+        "validation": by_time(Series(run.name, run.style, run.validation) for run in runs),
+        "router_training": training_curve([Series(router.name, router.style, router.losses)]),
         "router_loss": by_time(
-            "Cross-entropy at fixed times t",
             [Series("Router, cross-entropy", router.style, router.validation)],
-            "cross-entropy",
             [("cluster sizes only", entropy)],
             zero=True,
         ),
         "router_accuracy": by_time(
-            "Share of held-out rows whose cluster the router finds, at fixed times t",
             [Series("Router, accuracy", router.style, router.accuracy)],
-            "accuracy",
             [("always the largest cluster, in training", max(shares))],
             share=True,
         ),
@@ -263,10 +256,9 @@ def _guidance(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]
         scales = sorted({scale for line in lines for scale, _ in line.points})
         # A dot at the very end would be cut in half by the frame.
         edge = 0.02 * (scales[-1] - scales[0] or 1.0)
-        marks = scales if len(scales) <= 8 else linear_axis("", scales).marks
-        x = Axis("guidance", scales[0] - edge, scales[-1] + edge, marks=marks)
-        y = linear_axis("distance", [value for line in lines for _, value in line.points])
-        chart = Chart("Distance over the guidance scale", lines, x, y)
+        marks = scales if len(scales) <= 8 else linear_axis(scales).marks
+        x = Axis(scales[0] - edge, scales[-1] + edge, "guidance", marks=marks)
+        chart = Chart(lines, x, linear_axis(value for line in lines for _, value in line.points))
     return {"chart": chart, "best": compared.tables.best or ()}
 
 
@@ -281,13 +273,13 @@ def _curve(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]:
     chart = None
     if lines:
         most = max(spent for line in lines for spent, _ in line.points)
-        x = linear_axis("training FLOPs", [0.0, most])
+        x = linear_axis([0.0, most], title="training FLOPs")
         if relative:
             marks, end = (0, 0.25, 0.5, 0.75, 1), max(1.02, 1.01 * most)
-            x = Axis("training FLOPs, of the monolith’s", 0.0, end, marks=marks, label="{:.0%}".format)
-        y = log_axis("distance", [value for line in lines for _, value in line.points])
+            x = Axis(0.0, end, "training FLOPs, of the monolith’s", marks=marks, label="{:.0%}".format)
+        y = log_axis(value for line in lines for _, value in line.points)
         guides = [("", distance) for _, distance in paths.get(BASE, [])[-1:]]
-        chart = Chart("Distance over training FLOPs", lines, x, y, guides)
+        chart = Chart(lines, x, y, guides)
     return {
         "chart": chart,
         "relative": relative,

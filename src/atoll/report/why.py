@@ -8,9 +8,8 @@ from atoll.base.text import ratio, round_sig
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.measured import BASE
 from atoll.campaign.roles import RUNS
-from atoll.report.charts import Chart, Series, by_time
+from atoll.report.charts import Chart, Series, by_time, model_styles
 from atoll.report.facts import Facts, Point, pixelated
-from atoll.report.palette import model_styles
 
 SPLITS = {"heldout": "held-out rows", "train": "training rows"}
 ANSWERS = {
@@ -49,7 +48,6 @@ def why(facts: Facts) -> dict[str, Any] | None:
     if diagnosis is None:
         return None
     angles = _line(diagnosis, "angle between two experts", "selected", "disagreement", "angle", cluster="all")
-    angle = "Mean angle between the velocities of two experts by time"
     return {
         "rows": SPLITS.get(diagnosis.splits[0], diagnosis.splits[0]),
         "missing": diagnosis.missing,
@@ -61,7 +59,7 @@ def why(facts: Facts) -> dict[str, Any] | None:
         "answers": _answers(diagnosis),
         "experts": _experts(facts.partition.k, diagnosis),
         "absent": _absent(facts.partition.k, diagnosis),
-        "disagreement": by_time(angle, [angles], "degrees", zero=True),
+        "disagreement": by_time([angles], zero=True),
         "copies": _copies(facts, diagnosis),
     }
 
@@ -130,27 +128,17 @@ def _router(diagnosis: Diagnosis) -> dict[str, Chart | None]:
         ]
 
     return {
-        "nll": by_time(
-            "Cross-entropy of the router by time",
-            splits("nll"),
-            "cross-entropy",
-            [("cluster sizes only", guess)],
-            zero=True,
-        ),
+        "nll": by_time(splits("nll"), [("cluster sizes only", guess)], zero=True),
         "accuracy": by_time(
-            "Accuracy and mean confidence of the router by time",
             [*splits("accuracy"), _line(diagnosis, "confidence", "mixture", "router", "confidence")],
-            "share",
             [("always the largest cluster, of these rows", largest)],
             share=True,
         ),
         "calibration": by_time(
-            "Expected calibration error of the router by time",
             [
                 _line(diagnosis, "calibration error", "selected", "router", "ece"),
                 _line(diagnosis, "a calibrated router, by chance", "router", "router", "ece_chance"),
             ],
-            "calibration error",
             zero=True,
         ),
     }
@@ -175,17 +163,13 @@ def _answers(diagnosis: Diagnosis) -> dict[str, Chart | None]:
     clusters = [
         Series(f"Cluster {n}", f"e{n}", over(errors("selected", n), errors(BASE, n))) for n in numbers
     ]
-    unit, guides = ("error / monolith’s", [(BASE, 1.0)]) if base else ("error", [])
-    return {
-        "chart": by_time("Error by time of the ensemble’s predictions", lines, unit, guides),
-        "clusters": by_time("Error of the top-1 expert by time and cluster", clusters, unit, guides),
-    }
+    guides = [(BASE, 1.0)] if base else []
+    return {"chart": by_time(lines, guides), "clusters": by_time(clusters, guides)}
 
 
-def _map(about: str, rows: Sequence[Any], k: int, cell: Callable[[Any, int], Cell]) -> dict[str, Any]:
+def _map(rows: Sequence[Any], k: int, cell: Callable[[Any, int], Cell]) -> dict[str, Any]:
     """A row for each expert and perhaps the baseline, a column for each cluster."""
     return {
-        "about": about,
         "rows": [(RUNS[n].title, "", n) if n == BASE else (f"Expert {n}", n, f"e{n}") for n in rows],
         "columns": [(f"Cluster {n}", n, f"e{n}") for n in range(k)],
         "cells": [[cell(row, cluster) for cluster in range(k)] for row in rows],
@@ -219,8 +203,7 @@ def _experts(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
             title = f"{title}, {times} that of its own expert"
             return Cell(value / diagonal - 1, times, title, framed=name == cluster)
 
-        about = f"Error of every expert on every cluster at t = {t}, over that of the cluster's own expert"
-        return _map(about, names, k, cell)
+        return _map(names, k, cell)
 
     return {"whole": drawn(whole), "by_time": [(t, drawn(t)) for t in few]}
 
@@ -242,7 +225,7 @@ def _absent(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
         text = f"{loss / base:+.0%}"
         return Cell(2 * loss / base, text, f"{title}: {text} error", framed=expert == cluster)
 
-    return _map("Change of the mixture's error without each expert", present, k, cell)
+    return _map(present, k, cell)
 
 
 def _copies(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any] | None:
@@ -294,10 +277,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
     return {
         "changes": changes,
         "switches": by_time(
-            "Share of samples whose leading expert changes",
-            lines([name for name, row in changes.items() if row.rate], "switches", "rate"),
-            "share of samples",
-            zero=True,
+            lines([name for name, row in changes.items() if row.rate], "switches", "rate"), zero=True
         ),
         "strategies": list(next(iter(usage.values()), ())),
         "usage": used,
@@ -306,9 +286,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
         "ends": [[cluster, *(row.landed for row in by.values())] for cluster, by in landing.items()],
         "stability": stability,
         "foreseen": by_time(
-            "Change of the predicted image with the state",
             lines([row.strategy for row in stability], "lipschitz", "foreseen"),
-            "change",
             zero=True,
         ),
     }

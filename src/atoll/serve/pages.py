@@ -11,11 +11,9 @@ from fastapi import FastAPI, Request, Response
 from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader
 
 from atoll.base.errors import AtollError
-from atoll.report import palette
-from atoll.report.charts import ring
-from atoll.report.dashboard import Dashboard
-from atoll.report.html import environment
-from atoll.serve.request import ApiError
+from atoll.report.charts import ring, stylesheet
+from atoll.report.page import Dashboard, environment
+from atoll.serve.guard import ApiError
 
 EVERY = 5
 """Seconds between two looks of a dashboard's page."""
@@ -94,6 +92,6 @@ def _assets() -> dict[str, str]:
     def source(name: str) -> str:
         return _templates().loader.get_source(_templates(), name)[0]  # type: ignore[union-attr]
 
-    style = [source("style.css"), palette.stylesheet(EXPERTS), source("web/page.css")]
+    style = [source("style.css"), stylesheet(EXPERTS), source("web/page.css")]
     scripts = ("common.js", "dashboard.js", "playground.js")
     return {"style.css": "\n".join(style), **{name: source(f"web/{name}") for name in scripts}}

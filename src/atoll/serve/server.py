@@ -1,9 +1,15 @@
-"""`atoll serve` and `atoll dashboard`: a folder behind HTTP, until they are told to leave."""
+"""`atoll serve` and `atoll dashboard`: OpenAI's images API over an engine. It never touches torch."""
 
 import asyncio
+import base64
+import io
+import json
+import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -11,28 +17,292 @@ from typing import Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from PIL import Image
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, StoreError
+from atoll.base.format import code_version
 from atoll.campaign.card_facts import COMPARISON, prompts
 from atoll.campaign.folder import FROZEN, Campaign
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST
+from atoll.model.generation import Generation
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.opened import is_hub_name
-from atoll.report.dashboard import Dashboard
-from atoll.serve.app import create_app
-from atoll.serve.engine import FAILED, READY, Engine
-from atoll.serve.guard import Keys, new_app
+from atoll.report.page import Dashboard
+from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
+from atoll.serve.guard import ApiError, ImageRequest, Keys, listed, new_app, parse, split_model
 from atoll.serve.metrics import Metrics
 from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.settings import ServeSettings
 from atoll.store.store import Store
+
+STATUS = {"invalid_request": 400, "cancelled": 499, "deadline_exceeded": 504, "server_stopped": 503}
+"""Of a failure's code; 500 of others."""
+USAGE: dict[str, Any] = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
+USAGE["input_tokens_details"] = {"image_tokens": 0, "text_tokens": 0}
+"""Pictures cost no tokens here, but OpenAI's client reads them of a stream."""
+OPEN = ("/health", "/ready", "/version", "/openapi.json")
+"""What answers without a key."""
+Events = asyncio.Queue[Event]
+
+
+def create_app(
+    engine: Engine,
+    settings: ServeSettings,
+    keys: Sequence[str] = (),
+    dashboard: Dashboard | None = None,
+    clusters: Mapping[int, str] | None = None,
+    examples: Sequence[str] = (),
+) -> FastAPI:
+    """The application over an engine.
+
+    Args:
+        keys: bearer keys, one of which a request must bring; none lets everybody in.
+        dashboard: of the campaign whose models these are, if they are of one.
+        clusters: what is known of the experts' clusters, by number.
+        examples: prompts to try.
+    """
+    app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES)))
+    add_pages(app, True, dashboard)
+    linked: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+    started = int(time.time())
+
+    def describe(name: str) -> dict[str, Any]:
+        """A model as OpenAI lists it; how it draws by itself comes beside, once it is loaded."""
+        base, _, routing = name.partition(":")
+        about = engine.about(base, routing)
+        if about is not None and "experts" in about and clusters:
+            about["clusters"] = clusters
+        if about is not None and examples:
+            about["prompts"] = examples
+        return {"id": name, "object": "model", "created": started, "owned_by": "atoll", "atoll": about}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if engine.state == READY:
+            return JSONResponse({"status": READY})
+        reason = str(engine.error) if engine.state == FAILED else engine.state
+        return JSONResponse({"status": engine.state, "reason": reason}, 503)
+
+    @app.get("/version")
+    async def versions() -> dict[str, str]:
+        return {"atoll": code_version()}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [describe(name) for name in listed(engine.names)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        base, routing = split_model(name, engine.names)
+        if routing and engine.state == READY:
+            _generation(engine.opened[base], routing)
+        return describe(name)
+
+    @app.get("/v1/images/files/{name}")
+    async def picture(name: str) -> Response:
+        if name not in linked:
+            raise ApiError(404, "there is no such picture (any more)", "not_found")
+        content, kind = linked[name]
+        return Response(content, media_type=f"image/{kind}")
+
+    body_schema = {"application/json": {"schema": ImageRequest.model_json_schema()}}
+
+    @app.post("/v1/images/generations", openapi_extra={"requestBody": {"content": body_schema}})
+    async def generations(request: Request) -> Response:
+        # The body is read and bounded here: FastAPI would read all of it before anything could refuse it.
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > settings.body_bytes:
+                    what = f"the body is longer than {settings.body_bytes:,} bytes"
+                    raise ApiError(413, what, "body_too_large")
+            asked = parse(json.loads(body))
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended early", "invalid_json") from None
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the body is no JSON", "invalid_json") from None
+        job, events = _submit(engine, settings, asked)
+        request.state.job = job
+        kind, quality = asked.output_format or "png", asked.output_compression
+        if asked.stream:
+            return StreamingResponse(_stream(job, events, kind, quality), media_type="text/event-stream")
+
+        async def watch() -> None:
+            """Give the request up when its client has gone."""
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.1)
+            job.cancelled = True
+            # The engine tells nothing more of it, so whoever waits for its pictures would wait for ever.
+            events.put_nowait(Failed("cancelled", "the client has gone"))
+
+        # Starlette says nothing of a client that leaves while an answer is being made, so it is asked.
+        watching = asyncio.ensure_future(watch())
+        try:
+            done: list[Drawn] = []
+            while len(done) < job.count:
+                event = await events.get()
+                if isinstance(event, Failed):
+                    raise _refusal(event)
+                if event.index is None:
+                    done.append(event)
+        finally:
+            watching.cancel()
+            job.cancelled = job.cancelled or bool(job.waiting)
+        done.sort(key=lambda event: event.number)
+        # Not in the loop: compressing a large picture takes long enough that others would notice.
+        contents = await asyncio.to_thread(lambda: [_bytes(event.image, kind, quality) for event in done])
+        data = []
+        for event, content in zip(done, contents, strict=True):
+            entry = _facts(job, event)
+            if asked.response_format == "url":
+                name = f"{secrets.token_urlsafe(16)}.{kind}"
+                linked[name] = content, kind
+                while len(linked) > settings.kept:
+                    linked.popitem(last=False)
+                entry["url"] = f"{request.base_url}v1/images/files/{name}"
+            else:
+                entry["b64_json"] = base64.b64encode(content).decode()
+            data.append(entry)
+        width, height = engine.sizes[job.model]
+        about = {"output_format": kind, "size": f"{width}x{height}", "model": job.model}
+        return JSONResponse({"created": int(time.time()), "data": data, **about})
+
+    return app
+
+
+def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tuple[Job, Events]:
+    """Check a request and hand it to the engine."""
+    if engine.state != READY:
+        raise ApiError(503, f"the server is {engine.state}", engine.state, after=5)
+    name, routing = split_model(asked.model, engine.names)
+    model, (width, height) = engine.opened[name], engine.sizes[name]
+    count, size = asked.n or 1, asked.size
+    if size not in (None, "auto", f"{width}x{height}"):
+        what = f"this model draws no pictures of {size[:40]!r}: valid: auto, {width}x{height}"
+        raise ApiError(400, what, "invalid_size", "size")
+    for param, refused, what in (
+        ("n", count > settings.pictures, f"at most {settings.pictures} pictures a request"),
+        ("steps", (asked.steps or 1) > settings.steps, f"at most {settings.steps}"),
+        ("partial_images", asked.partial_images and not asked.stream, "they come with stream=true only"),
+        ("response_format", asked.stream and asked.response_format == "url", "streams bring b64_json"),
+        ("routing", asked.routing and model.bank.router is None, f"{name} is one network"),
+    ):
+        if refused:
+            raise ApiError(400, f"{param}: {what}", "invalid_value", param)
+    how = asked.model_dump(include={"seed", "steps", "guidance", "shift"}, exclude_none=True)
+    # Without a seed a request gets one, which the answer tells, so that it can be drawn again.
+    generation = _generation(model, asked.routing or routing, **{"seed": secrets.randbits(31), **how})
+    events: Events = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def tell(event: Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    job = Job(
+        name,
+        () if model.card.condition == "none" and not asked.prompt else (asked.prompt,),
+        generation,
+        tell,
+        asked.negative or "",
+        count,
+        asked.partial_images or 0,
+        deadline=time.monotonic() + settings.deadline,
+    )
+    try:
+        engine.submit(job)
+    except Refused as refusal:
+        status = 429 if refusal.code == "queue_full" else 503
+        raise ApiError(status, refusal.message, refusal.code, after=refusal.after) from None
+    except ConfigError as error:
+        raise ApiError(400, str(error), "invalid_value") from None
+    return job, events
+
+
+def _generation(model: Model, routing: str | None, **how: Any) -> Generation:
+    """How a model draws with some values replaced; `ApiError` where it cannot."""
+    try:
+        generation = model.generation.with_(routing=routing, **how)
+        if model.bank.router is not None:
+            generation.routing.check(model.bank.k, model.bank.pretrain is not None)
+            if generation.routing.needs_labels:
+                raise ConfigError("routing 'oracle' needs known clusters", "use another strategy")
+    except ConfigError as error:
+        raise ApiError(400, str(error), "invalid_value", "routing" if routing else None) from None
+    return generation
+
+
+async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> AsyncIterator[bytes]:
+    """Server-sent events, as OpenAI's client reads them."""
+    left = job.count
+    try:
+        while left:
+            event = await events.get()
+            if isinstance(event, Failed):
+                yield f"event: error\ndata: {json.dumps(_refusal(event).body)}\n\n".encode()
+                return
+            width, height = event.image.size
+            content = await asyncio.to_thread(_bytes, event.image, kind, quality)
+            about = {
+                "b64_json": base64.b64encode(content).decode(),
+                "created_at": int(time.time()),
+                "size": f"{width}x{height}",
+                "quality": "auto",
+                "background": "opaque",
+                "output_format": kind,
+            }
+            if event.index is not None:
+                name = "image_generation.partial_image"
+                about |= {"partial_image_index": event.index, "number": event.number}
+            else:
+                name = "image_generation.completed"
+                about |= _facts(job, event) | {"usage": USAGE}
+                left -= 1
+            yield f"event: {name}\ndata: {json.dumps({'type': name, **about})}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+    finally:
+        job.cancelled = job.cancelled or bool(job.waiting)
+
+
+def _facts(job: Job, event: Drawn) -> dict[str, Any]:
+    """What a client is told of a picture: enough to draw it again, and who painted it."""
+    how = job.generation
+    facts: dict[str, Any] = {"seed": how.seed, "number": event.number, "steps": how.steps}
+    if event.routing is not None:
+        facts["routing"] = {"strategy": str(how.routing), "steps": event.routing}
+    return facts | {"guidance": how.guidance}
+
+
+def _refusal(event: Failed) -> ApiError:
+    status = STATUS.get(event.code, 500)
+    return ApiError(status, event.message, event.code, after=None if event.repeats else 5)
+
+
+def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
+    out = io.BytesIO()
+    if kind == "png":
+        image.save(out, "PNG")
+    else:
+        image.convert("RGB").save(out, kind.upper(), quality=85 if quality is None else quality)
+    return out.getvalue()
 
 
 def serve(

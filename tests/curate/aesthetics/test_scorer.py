@@ -12,9 +12,8 @@ from PIL import Image, ImageFilter
 from scipy import stats
 
 from atoll.base.errors import AtollError, ConfigError
-from atoll.curate.aesthetics.labels import Labels, read_labels
 from atoll.curate.aesthetics.readers import LanguageReader
-from atoll.curate.aesthetics.scale import Scale
+from atoll.curate.aesthetics.scale import Labels, Scale, read_labels
 from atoll.curate.aesthetics.scorer import HEADS, ExpertHead, Scorer, Training, default_training, split
 from atoll.curate.aesthetics.stages import agreement
 from helpers import command, refused

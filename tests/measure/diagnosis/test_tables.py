@@ -17,9 +17,8 @@ from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis.labelled_rows import TEMPERATURES, Alignment, Calibration, Rows, errors_of
-from atoll.measure.diagnosis.memorization import Copies, Nearest, two_nearest
-from atoll.measure.diagnosis.sampled import switches, usage
-from atoll.measure.moments import Means
+from atoll.measure.diagnosis.sampled import Copies, Nearest, switches, two_nearest, usage
+from atoll.measure.metrics.projection import Means
 from atoll.model.bank import Bank
 
 SHAPE = (1, 2, 2)

@@ -17,9 +17,8 @@ from torch.nn.functional import mse_loss
 from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
-from atoll.curate.aesthetics.labels import Labels
 from atoll.curate.aesthetics.readers import VLM, Pictures, reader
-from atoll.curate.aesthetics.scale import Scale
+from atoll.curate.aesthetics.scale import Labels, Scale
 from atoll.store.manifest import Published, read_file, write_file
 from atoll.store.store import Store
 from atoll.store.tensors import read_tensors

@@ -19,7 +19,7 @@ from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
-from atoll.curate.aesthetics.labels import Labels
+from atoll.curate.aesthetics.scale import Labels
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
 from atoll.curate.image_hits import numeric, read_table
 from atoll.data.columns import Column

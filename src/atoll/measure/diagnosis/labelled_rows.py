@@ -36,7 +36,7 @@ from atoll.data.columns import some_rows
 from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
-from atoll.measure.moments import Means
+from atoll.measure.metrics.projection import Means
 from atoll.model.bank import Bank
 
 TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))

@@ -27,8 +27,15 @@ from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.settings import features_column
 from atoll.encoders.vision import VisionEncoder, extractor, vision_encoder
 from atoll.measure.diagnosis.labelled_rows import errors_of, labelled, weak_experts
-from atoll.measure.diagnosis.memorization import Copies, two_nearest
-from atoll.measure.diagnosis.sampled import cluster_match, leaders, stability, switches, usage
+from atoll.measure.diagnosis.sampled import (
+    Copies,
+    cluster_match,
+    leaders,
+    stability,
+    switches,
+    two_nearest,
+    usage,
+)
 from atoll.measure.models import (
     RowConditions,
     SamplingOverride,
