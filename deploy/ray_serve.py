@@ -11,7 +11,7 @@ import os
 from fastapi import FastAPI
 from ray import serve
 
-from atoll.serve.guard import read_keys
+from atoll.serve.app import read_keys
 from atoll.serve.server import open_app
 from atoll.serve.settings import ServeSettings
 

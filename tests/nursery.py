@@ -56,7 +56,7 @@ IMPORTED = [
     "atoll.data.ingest",
     "atoll.export.ensemble",
     "atoll.launch.submit",
-    "atoll.measure.evaluation",
+    "atoll.measure.points",
     "atoll.report.page",
     "atoll.serve.server",
     "atoll.train.run",

@@ -43,12 +43,12 @@ CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
     "core": 22_983,
-    "measure": 3_871,
-    "report": 1_790,
-    "export": 1_597,
-    "serve": 1_498,
-    "curate": 2_836,
-    "tests": 30_405,
+    "measure": 3_806,
+    "report": 1_701,
+    "export": 1_569,
+    "serve": 1_458,
+    "curate": 2_722,
+    "tests": 30_374,
     "benchmarks": 3_858,
     "longest file": 508,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,

@@ -26,11 +26,11 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.data.samples import Samples
 from atoll.encoders.vision import extractor
-from atoll.measure.evaluation import evaluate
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
 from atoll.measure.pictures import Folder, Rows, extract
+from atoll.measure.points import evaluate
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
 from atoll.model.model import Model

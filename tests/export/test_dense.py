@@ -29,12 +29,13 @@ from atoll.campaign.runs import RunPlan
 from atoll.cli import main as cli
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
-from atoll.export.stock import STOCK, stock_of
+from atoll.export.stock import STOCK
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
+from atoll.networks.pipelines import limits_of
 from helpers import SMALL, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import card, random_weights
@@ -340,7 +341,7 @@ def test_every_family_has_an_entry() -> None:
         takes = inspect.signature(getattr(diffusers, stock.limits.pipeline)).parameters
         assert {*stock.components.values(), *stock.empty, "transformer", "scheduler"} <= set(takes)
     with pytest.raises(ConfigError, match="no stock diffusers pipeline is known for the unet family"):
-        stock_of("unet")
+        limits_of("unet")
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

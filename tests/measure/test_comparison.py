@@ -1,4 +1,4 @@
-"""`atoll compare` beyond its table: sweeps, pairs and curves, what is kept, and what is refused."""
+"""Comparisons: models side by side, guidance sweeps, training curves, and pairs of the same noise."""
 
 import csv
 import json
@@ -6,16 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
+from atoll.campaign.measured import CurveRow, GuidanceRow
 from atoll.campaign.roles import BESIDE
 from atoll.measure import models
-from atoll.measure.comparison import TrainingCurve
+from atoll.measure.comparison import TrainingCurve, best_table, crossing, reach_table
+from atoll.measure.models import supported
+from atoll.measure.same_noise import MOST, SIDE, SavedSamples, correlations, pair_table, partners
 from atoll.measure.setup import CommonSetup
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
@@ -421,3 +426,174 @@ def test_a_curve_that_is_not_possible_is_refused_at_once(
         shutil.rmtree(folder / "islands/1/run" / commit["checkpoint"])
     refused(asked(), "compare.curve", "experts 0, 1:", "train.milestones")
     assert draws == []
+
+
+def swept(name: str, distances: dict[float, float]) -> list[GuidanceRow]:
+    beside = {"model": name, "precision": 0.5, "recall": None}
+    return [GuidanceRow(guidance=scale, distance=d, **beside) for scale, d in distances.items()]
+
+
+def test_each_model_has_its_own_best_guidance() -> None:
+    rows = swept("monolith", {1: 9.0, 2: 4.0, 3: 5.0}) + swept("top-1", {3: 2.0, 1: 7.0, 2: 3.0})
+    mono, top = best_table(rows)
+    assert (mono.guidance, mono.distance, mono.edge, mono.ratio) == (2.0, 4.0, "", None)
+    assert (top.guidance, top.distance, top.edge, top.ratio) == (3.0, 2.0, "high", 0.5)
+
+
+def test_strategies_whose_networks_are_not_there_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["top-1", "top-9", "once null pretrain", "oracle"]
+    assert supported(names, 8, [3], pretrained=False) == ["top-1"]
+    assert capsys.readouterr().out.count(" is left out: ") == 3
+    assert supported(names, 9, [], pretrained=True) == names
+
+
+@pytest.mark.parametrize(
+    ("distances", "scale", "edge"),
+    [
+        ({1: 3.0, 2: 3.0}, 1.0, "low"),  # of equal ones the smaller
+        ({0: 1.0, 2: 3.0}, 0.0, ""),  # there is nothing below 0
+        ({2: 3.0}, 2.0, ""),
+    ],
+)
+def test_a_best_at_the_end_of_the_scales_is_marked(
+    distances: dict[float, float], scale: float, edge: str
+) -> None:
+    (found,) = best_table(swept("once", distances))
+    assert (found.guidance, found.edge, found.ratio) == (scale, edge, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "target", "flops", "how"),
+    [
+        ([(10, 8.0), (20, 4.0), (30, 1.0)], 5.0, 17.5, "between points"),
+        ([(10, 8.0), (20, 4.0)], 4.0, 20.0, "between points"),
+        ([(10, 8.0), (20, 4.0)], 9.0, 10.0, "at the first point"),
+        ([(10, 8.0), (20, 4.0)], 3.0, None, "never"),
+        # Down, up and down again: the first time counts.
+        ([(10, 8.0), (20, 2.0), (30, 6.0), (40, 1.0)], 5.0, 15.0, "between points"),
+    ],
+)
+def test_the_target_is_reached_between_points(
+    path: list[tuple[float, float]], target: float, flops: float | None, how: str
+) -> None:
+    assert crossing(path, target) == (flops if flops is None else pytest.approx(flops), how)
+
+
+def course(name: str, *points: tuple[float, float]) -> list[CurveRow]:
+    beside = {"share": 1.0, "of_monolith": None, "precision": None, "recall": None}
+    return [CurveRow(model=name, train_flops=f, distance=d, **beside) for f, d in points]
+
+
+def test_the_ensembles_path_begins_with_the_seed() -> None:
+    rows = [
+        *course("pretrain", (10, 20.0), (40, 12.0)),
+        *course("monolith", (50, 14.0), (100, 8.0)),
+        *course("once", (60, 4.0), (100, 2.0)),
+        *course("top-1", (60, 10.0), (100, 9.0)),
+    ]
+    base, once, top = reach_table(rows, "pretrain")
+    assert (base.model, base.of_monolith, base.how) == ("monolith", 1.0, "between points")
+    assert (once.model, once.target, once.how) == ("once", 8.0, "between points")
+    assert once.train_flops == pytest.approx(50) and once.of_monolith == pytest.approx(0.5)
+    assert (top.train_flops, top.of_monolith, top.how) == (None, None, "never")
+    alone = [row for row in rows if row.model != "pretrain"]
+    once = reach_table(alone)[1]
+    assert (once.of_monolith, once.how) == (0.6, "at the first point")
+    assert reach_table(course("once", (1, 2.0))) == []  # no monolith, no target
+
+
+def test_a_monolith_that_no_longer_improves_reaches_its_own_distance_early() -> None:
+    rows = [*course("monolith", (50, 6.0), (75, 4.0), (100, 5.0)), *course("once", (50, 7.0), (90, 3.0))]
+    base, once = reach_table(rows)
+    assert (base.train_flops, once.train_flops) == (pytest.approx(62.5), pytest.approx(70))
+
+
+def test_correlations_have_known_answers() -> None:
+    line = np.arange(8.0)
+    one = np.stack([line, line, line, np.ones(8), [1, -1] * 4])
+    other = np.stack([3 * line + 7, -line, np.abs(line - 3.5), line, [1, 1, -1, -1] * 2])
+    found = correlations(one, other)
+    assert found[:2] == pytest.approx([1, -1]) and found[2] == pytest.approx(0, abs=1e-12)
+    assert np.isnan(found[3]) and found[4] == pytest.approx(0, abs=1e-12)
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 5, 30))
+    expected = [np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)]
+    assert correlations(a, b) == pytest.approx(expected, abs=1e-12)
+
+
+def test_unsigned_bytes_do_not_wrap_around() -> None:
+    dark, light = np.array([[0, 255, 0, 255]], dtype=np.uint8), np.array([[255, 0, 255, 0]], dtype=np.uint8)
+    assert correlations(dark, light) == pytest.approx([-1])
+
+
+def test_partners_are_others_of_the_group_and_nobody_is_taken_twice() -> None:
+    groups = np.array([0, 1, 0, 2, 1, 0, 1])
+    found = partners(groups, seed=3)
+    assert found[3] == -1  # alone
+    rest = [n for n in range(7) if n != 3]
+    assert all(found[n] != n and groups[found[n]] == groups[n] for n in rest)
+    assert sorted(found[rest]) == rest
+    assert (partners(groups, seed=3) == found).all()
+
+
+def made(pixels: np.ndarray) -> SavedSamples:
+    return SavedSamples(pixels, pixels.astype(np.float32))
+
+
+def test_the_same_noise_is_told_from_other_samples() -> None:
+    rng = np.random.default_rng(1)
+    base = rng.integers(0, 256, size=(60, 48), dtype=np.uint8)
+    noisy = (base * 0.5 + rng.integers(0, 128, size=base.shape)).astype(np.uint8)
+    alien = rng.integers(0, 256, size=base.shape, dtype=np.uint8)
+    others = {"near": made(noisy), "far": made(alien)}
+    table = pair_table(made(base), others, np.arange(60) % 3, np.arange(60), seed=0)
+    found = {(r["strategy"], r["space"], r["partner"]): r for r in (row.model_dump() for row in table)}
+    assert len(found) == 2 * 2 * 3
+    near, far = found["near", "pixels", "same noise"], found["far", "pixels", "same noise"]
+    expected = correlations(base, noisy)
+    assert near["mean"] == pytest.approx(expected.mean()) and near["pairs"] == 60
+    half = 1.96 * expected.std(ddof=1) / np.sqrt(60)
+    assert (near["low"], near["high"]) == pytest.approx((near["mean"] - half, near["mean"] + half), rel=1e-4)
+    assert near["effect"] is near["higher"] is None
+    for partner in ("same cluster", "any"):
+        apart = found["near", "features", partner]
+        assert apart["pairs"] == 60 and abs(apart["mean"]) < 0.1
+        assert apart["effect"] > 3 and apart["higher"] > 0.95
+        nothing = found["far", "pixels", partner]
+        assert abs(nothing["effect"]) < 0.5 and 0.3 < nothing["higher"] < 0.7
+    assert far["low"] < 0 < far["high"]
+
+
+def test_the_effect_is_cohens_d() -> None:
+    """Two pictures of one value each way: +1 with the same noise, -1 with any other, no spread but in one."""
+    base = np.array([[0, 9, 0, 9], [9, 0, 9, 0], [0, 9, 0, 9], [9, 0, 9, 0]], dtype=np.uint8)
+    table = pair_table(made(base), {"a": made(base)}, np.zeros(4, int), np.arange(4), seed=0)
+    same, _, apart = (r for r in (row.model_dump() for row in table) if r["space"] == "pixels")
+    values = correlations(base, base[partners(np.zeros(4, dtype=np.int64), 0)])
+    assert same["mean"] == 1 and same["deviation"] == 0
+    expected = (1 - values.mean()) / np.sqrt(values.var(ddof=1) / 2)
+    assert apart["effect"] == pytest.approx(expected)
+    assert apart["higher"] == pytest.approx((values < 1).mean())
+
+
+def test_pairs_of_equal_conditions_and_of_nobody_do_not_count() -> None:
+    base = np.random.default_rng(2).integers(0, 256, size=(4, 12), dtype=np.uint8)
+    table = pair_table(made(base), {"a": made(base)}, np.array([0, 1, 2, 3]), np.zeros(4, int), seed=0)
+    counts = {(row.space, row.partner): (row.pairs, row.mean) for row in table}
+    assert counts["pixels", "same noise"][0] == 4
+    assert counts["pixels", "same cluster"] == (0, None) and counts["features", "any"] == (0, None)
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: int) -> None:
+    half = np.tile(np.array([0, 200], np.uint8), (2 * SIDE, 2 * SIDE))  # every other column
+    picture = Image.fromarray(half).convert(mode)
+    pixels = SavedSamples.pixels_of(range(3), [picture] * 3)
+    kept = SavedSamples.of(pixels, np.zeros((3, 5), dtype=np.float32))
+    assert kept.pixels.shape == (3, channels * SIDE * SIDE // 2) and (kept.pixels == 100).all()
+    small = Image.new(mode, (4, 4))
+    pixels = SavedSamples.pixels_of(range(MOST + 1), [small] * (MOST + 1))
+    many = SavedSamples.of(pixels, np.zeros((MOST + 1, 2), dtype=np.float32))
+    assert many.pixels.shape == (MOST, 16 * channels) and len(many.features) == MOST
+    again = SavedSamples.read(many.tensors())
+    assert (again.pixels == many.pixels).all() and (again.features == many.features).all()

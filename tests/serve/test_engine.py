@@ -18,6 +18,7 @@ from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.server import create_app
 from atoll.serve.settings import ServeSettings
+from helpers import command, refused
 
 WAYS = [
     Generation(steps=3, guidance=2.0, routing="top-1", seed=1),
@@ -264,3 +265,19 @@ def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving,
     long.cancelled = True
     until(lambda: not long.waiting)
     assert client.metric("atoll_cancelled_total", where="step") == 1
+
+
+def test_a_server_is_sized_by_drawing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ("plan", str(folder), "--serve", "--set", "batch=6")
+    found = json.loads(command(capsys, *how, "--json").out)
+    assert [row["experts"] for row in found] == [1, 2, 3]
+    weights = [row["weights"] for row in found]
+    assert weights == sorted(weights) and weights[2] * 2 == weights[0] * 3  # one place more is brought into
+    assert found[0]["swaps"] > 0 and found[2]["swaps"] == 0
+    for row in found:
+        assert row["peak"] > row["weights"] and row["rows"] > row["pictures"] > 0
+    assert "experts" in command(capsys, *how).out.splitlines()[1]
+    refused(command(capsys, "plan", str(tmp_path), "--serve"), str(tmp_path))
+    refused(command(capsys, "plan", str(folder), "--serve", "--set", "batch=0"), "batch")

@@ -335,7 +335,7 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
     request.check_metrics(config.metrics)
     if request.spread(processes):
         return
-    from atoll.measure.evaluation import evaluate as measure
+    from atoll.measure.points import evaluate as measure
 
     measure(opened, config, **arguments)
 

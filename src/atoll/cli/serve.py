@@ -25,7 +25,7 @@ def serve(
     source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...], **address: Any
 ) -> None:
     """Serve a campaign, an exported folder or a hub name: OpenAI's images API, and a playground."""
-    from atoll.serve.guard import read_keys
+    from atoll.serve.app import read_keys
     from atoll.serve.server import serve as run
     from atoll.serve.settings import ServeSettings
 
@@ -52,7 +52,7 @@ def dashboard(
         Dashboard(opened).write(once)
         say(f"wrote {once}")
         return
-    from atoll.serve.guard import read_keys
+    from atoll.serve.app import read_keys
     from atoll.serve.server import watch
     from atoll.serve.settings import ServeSettings
 

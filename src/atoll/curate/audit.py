@@ -23,9 +23,8 @@ from atoll.base.table import Table, measured, text
 from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
-from atoll.curate import image_hits
-from atoll.curate.image_hits import IMAGE, PROBABILITIES
-from atoll.curate.vocabulary import TEXT, Match, Vocabulary, index
+from atoll.curate import vocabulary as concepts
+from atoll.curate.vocabulary import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
 from atoll.data.cluster_map import telling
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
@@ -107,12 +106,7 @@ class ConceptCounts(File):
 def count(
     dataset: DataSet, vocabulary: Vocabulary, rows: I64, clusters: I64, k: int, threshold: float = 0.7
 ) -> ConceptCounts:
-    """Count the hits of rows `(N,)` by their clusters `(N,)`.
-
-    Args:
-        dataset: indexed by this vocabulary; pictures count if they were tagged by it.
-        threshold: probability from which a tag counts.
-    """
+    """Count the hits of rows `(N,)` by their clusters `(N,)`, in pictures too if they were tagged."""
     text, image = caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)
     width = len(vocabulary)
 
@@ -217,12 +211,7 @@ TABLE = COUNTS.replace(".json", ".csv")
 
 
 def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match) -> Vocabulary:
-    """Fix the campaign's vocabulary and find its concepts in every caption.
-
-    Args:
-        path: a text file of concepts, one a line; by default the nouns of the training captions.
-        least: captions that such a noun stands in.
-    """
+    """Fix the campaign's vocabulary and find its concepts in every caption."""
     dataset = campaign.dataset()
     if path is None:
         captions = dataset.take(dataset.split("train"))["caption"].to_pylist()
@@ -230,7 +219,7 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     else:
         vocabulary = Vocabulary.of_lines(read_lines(path), path.name, match)
     progress = Progress("concepts in captions", len(dataset.shards), unit="shards")
-    column = index(dataset, vocabulary, progress)
+    column = concepts.index(dataset, vocabulary, progress)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
     say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
     say(
@@ -251,19 +240,19 @@ def tag_stage(campaign: Campaign, tagger: str) -> None:
     """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags."""
     dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
     if tagger == "labels":
-        producer, hits = image_hits.of_labels(dataset, vocabulary)
+        producer, hits = concepts.of_labels(dataset, vocabulary)
     elif tagger == "linear":
         features = features_column(campaign.config.partition.encoder)
-        producer, hits = image_hits.linear(dataset, vocabulary, features)
+        producer, hits = concepts.linear(dataset, vocabulary, features)
     elif tagger.startswith("clip:"):
-        producer, hits = image_hits.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
+        producer, hits = concepts.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
     elif Path(tagger).exists():
-        producer, hits = image_hits.imported(dataset, vocabulary, Path(tagger))
+        producer, hits = concepts.imported(dataset, vocabulary, Path(tagger))
     else:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
     progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
-    column = image_hits.write_hits(dataset, vocabulary, producer, hits, progress)
+    column = concepts.write_hits(dataset, vocabulary, producer, hits, progress)
     say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 
 

@@ -16,7 +16,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.format import File
 from atoll.base.text import words_of
-from atoll.curate.image_hits import numeric, read_table
+from atoll.curate.vocabulary import numeric, read_table
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]
@@ -86,8 +86,7 @@ class FrequencyFit(File):
 def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int = 0) -> Fit:
     """Fit performance `(N,)` to ln(max(count, 1)) `(N,)` by least squares.
 
-    Raises:
-        DataError: fewer than three concepts, values that are no numbers, negative counts, or one value only.
+    `DataError` for fewer than three concepts, values that are no numbers or negative, or one value only.
     """
     x, y = np.asarray(counts, dtype=np.float64), np.asarray(performance, dtype=np.float64)
     if x.shape != y.shape or x.ndim != 1:
@@ -142,15 +141,8 @@ def fit_stage(
 ) -> Fit:
     """Fit results to counts, both by concept; write `fit.json` and print it.
 
-    Args:
-        counts: parquet or CSV with `concept` and a column of numbers.
-        results: likewise. Other columns of words that both have, such as a data set's name, join them too.
-        where: `COLUMN=VALUE` or `COLUMN!=VALUE` that rows must fulfil, in whichever table has the column.
-        columns: names of the two columns of numbers; by default the only one.
-        out: folder or store of `reports/`.
-
-    Raises:
-        DataError: a table or column is missing, or too few concepts are in both.
+    Both tables have `concept`. Other columns of words that both have, such as a data set's name, join them
+    too. `DataError` where a table or column is missing, or too few concepts are in both.
     """
     tables = [read_table(path) for path in (counts, results)]
 

@@ -53,12 +53,7 @@ class TailPrompts(File):
 
 
 def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[str] = ("{}",)) -> TailPrompts:
-    """Choose `n` rare concepts, of `least` training rows or more, and common ones like them.
-
-    Raises:
-        ConfigError: a template without `{}`.
-        DataError: no counts, or too few concepts.
-    """
+    """Choose `n` rare concepts, of `least` training rows or more, and common ones like them."""
     if wrong := [template for template in templates if template.count("{}") != 1]:
         raise ConfigError(f"the template {wrong[0]!r} has no place for a concept", "write {} once")
     counts = counts_of(campaign)
@@ -192,19 +187,9 @@ def evaluate_stage(
     generation: Mapping[str, Any] | None = None,
     scorer: str | None = None,
 ) -> list[TailRow]:
-    """Draw the prompts by every model with the same noise, judge them, and write `tail.csv`.
+    """Draw the prompts by every model, judge the pictures in a feature `space`, and write the table.
 
-    Args:
-        models: `monolith`, `student`, `ensemble`, or `ensemble:` and a routing strategy.
-        space: extractor of the feature space, and its size in pixels.
-        each: pictures of a prompt.
-        most: real pictures of a concept.
-        generation: changes of the campaign's `sampling`.
-        scorer: folder of an aesthetic scorer, if looks are scored too.
-
-    Raises:
-        DataError: no prompts, or those of another vocabulary.
-        ConfigError: a model that is not conditioned on text.
+    `DataError` without prompts or for those of another vocabulary, `ConfigError` for a model without text.
     """
     counts, dataset, vocabulary = counts_of(campaign), campaign.dataset(), vocabulary_of(campaign)
     if not campaign.store.exists(TailPrompts.PLACE):

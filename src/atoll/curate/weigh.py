@@ -24,8 +24,7 @@ from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
 from atoll.curate.audit import caption_hits, chunks, hits_of, vocabulary_of
-from atoll.curate.image_hits import IMAGE
-from atoll.curate.vocabulary import TEXT, Vocabulary
+from atoll.curate.vocabulary import IMAGE, TEXT, Vocabulary
 from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.weights import candidates, producer_of, write_weights
 
@@ -106,16 +105,8 @@ def filter_stage(
 ) -> B1:
     """Choose training rows, say what each cluster and concept loses, and write weights of 1 and 0.
 
-    Args:
-        campaign: with scores; partitioned, if quantiles are taken per cluster.
-        keep: conditions, all of which a row must fulfil; see `parse`.
-        protect: a text file of concepts whose rows are kept whatever they score.
-        sensitive: allow scores that describe a person.
-        times: multiply the weights that are there, in place of writing new ones.
-
-    Raises:
-        ConfigError: a condition that is none, or that keeps no row.
-        DataError: scores, clusters or concepts are missing.
+    `ConfigError` for a condition (see `parse`) that is none, or that keeps no row; `DataError` where scores,
+    clusters or concepts are missing.
     """
     dataset, conditions = campaign.dataset(), [parse(text) for text in keep]
     train = candidates(dataset)
@@ -209,16 +200,7 @@ def rebalance_stage(
 ) -> F32 | None:
     """Print what the weights would keep, and write the column `weights`.
 
-    Args:
-        campaign: indexed; partitioned, if counts are per expert.
-        t: rows from which on a concept counts as frequent.
-        target: rows that one epoch is to have, in place of `t`.
-        per_expert: whether counts are those of the row's own cluster.
-        other: weight of rows without any concept.
-
-    Raises:
-        ConfigError: a target that no `t` reaches.
-        DataError: captions are not searched for the campaign's concepts.
+    `ConfigError` for a target that no `t` reaches; `DataError` where captions were not searched for concepts.
     """
     vocabulary, dataset = vocabulary_of(campaign), campaign.dataset()
     hits, train = caption_hits(dataset, vocabulary), candidates(dataset)

@@ -24,16 +24,9 @@ LARGEST = 2 * 10**9
 def by_name(
     card: Card, there: Container[str] = (), given: Container[str] = (), allowed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The encoders that neither the folder holds nor the caller gives.
+    """The encoders that neither the folder (`there`) holds nor the caller gives, perhaps as None.
 
-    Args:
-        card: of the router; says what made the latents and the text states.
-        there: components that have a folder.
-        given: names of the components that the caller passes, perhaps as None.
-        allowed: names of encoders that the user vouches for.
-
-    Raises:
-        ConfigError: one is neither known nor allowed, cannot be found, or has other weights by now.
+    `ConfigError` where one is neither known nor `allowed`, cannot be found, or has other weights by now.
     """
     components: dict[str, Any] = {}
     if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
@@ -47,11 +40,7 @@ def by_name(
 
 
 def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:
-    """Refuse an encoder that is not the one of the training.
-
-    Raises:
-        ConfigError: says which, and by what name the right one is known.
-    """
+    """Refuse an encoder that is not the one of the training, by the name under which that is known."""
     if tower is not None and card.text is None:
         raise ConfigError("this model takes no text", "leave text_encoder out")
     for part, network, producer in (("text encoder", tower, card.text), ("VAE", vae, card.latents)):
@@ -68,17 +57,9 @@ def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -
 def copy_encoders(
     root: Path, card: Card, how: Copied, components: Mapping[str, Any], places: Mapping[str, str]
 ) -> dict[str, list[str | None]]:
-    """Write the encoders that go along.
+    """Write the encoders that go along; library and class of each for `model_index.json`, None outside.
 
-    Args:
-        root: the folder.
-        card: says what made latents and text states.
-        how: which go along.
-        components: those that were loaded.
-        places: their folders by component.
-
-    Returns:
-        Library and class of every component, as `model_index.json` has them: None of what stays outside.
+    `places` are folders by component; `card` says what made latents and text states.
     """
     result: dict[str, list[str | None]] = {}
     for name in ("vae", "text_encoder", "tokenizer"):

@@ -58,9 +58,7 @@ class ExportRequest:
 def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     """Write the folder; what lies there unchanged from an earlier export is left alone.
 
-    Raises:
-        ConfigError: the folder holds something else, an expert or an encoder that is not there.
-        StoreError: not assembled, or a file is not what the manifest says.
+    `ConfigError` where it holds something else, or for an expert or encoder that is not there.
     """
     store, root = campaign.store, output_folder(request.to)
     if request.key is not None:

@@ -91,21 +91,15 @@ class Stock:
         return {**self.scheduler, "shift" if self.scheduler is EULER else "flow_shift": shift}
 
 
-def stock_of(family: str) -> Stock:
-    """How a family runs; `ConfigError` if that is not known."""
-    limits_of(family)
-    return STOCK[family]
-
-
 def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     """Write the folder: stock components, README.md, and the card of the training.
 
-    Raises:
-        ConfigError: no stock pipeline runs the model, or the folder holds something else.
+    `ConfigError` where no stock pipeline runs the model, or the folder holds something else.
     """
     published = Checkpoint.of_run(campaign.store, request.model)
     card, sampling = published.card, campaign.config.sampling
-    stock = stock_of(card.family)
+    limits_of(card.family)
+    stock = STOCK[card.family]
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
@@ -162,7 +156,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
 
     # Prompts may be longer than training's captions: as long as the text encoder takes.
     length = prompt_length(loaded["text_encoder"], card.text["max_length"]) if card.text else 0
-    arguments = call_arguments(card, length, _factor(vae), defaults(sampling))
+    # Pixels a latent pixel, as diffusers' pipelines count them.
+    factor = None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
+    arguments = call_arguments(card, length, factor, defaults(sampling))
 
     # By the pipeline's names the components that whoever runs the folder has to fetch: class and name.
     outside = {}
@@ -181,7 +177,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     student = card.provenance.get("student", {})
     # The hub shows a program that gives a pipeline of diffusers its name and a prompt. PixArt's alone runs on
     # that, and only for the published networks' sizes.
-    sides = config.get("sample_size"), _factor(vae)
+    sides = config.get("sample_size"), factor
     alone = card.family == "pixart" and not outside and sides in PIXART
     text = render(
         "stock.md",
@@ -203,21 +199,10 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     return root
 
 
-def _factor(vae: Any) -> int | None:
-    """Pixels a latent pixel, as diffusers' pipelines count them; None without a VAE."""
-    return None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
-
-
 def call_arguments(
     card: Card, length: int, factor: int | None, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a call of the family's pipeline.
-
-    Args:
-        length: most tokens of a prompt.
-        factor: pixels a latent pixel; None without a VAE.
-        defaults: `num_inference_steps` and `guidance_scale`.
-    """
+    """Arguments of a call of the family's pipeline; `factor` is pixels a latent pixel, None without a VAE."""
     steps, guidance = int(defaults["num_inference_steps"]), float(defaults["guidance_scale"])
     asked: dict[str, Any] = {"num_inference_steps": steps, "guidance_scale": guidance}
     if card.family == "dit":
@@ -317,7 +302,7 @@ def _snippet(
         lines += [hook, f'texts = encode(pipe, {encoders}, ["a prompt"], length={length})']
 
     # The call, and pictures from what it gives.
-    values = {key: _quoted(value) for key, value in call.items()}
+    values = {key: repr(value).replace("'", '"') for key, value in call.items()}
     if "sigmas" in call:
         steps = len(call["sigmas"])
         values["sigmas"] = f"[1 - n / {steps} for n in range({steps})]"
@@ -331,12 +316,6 @@ def _snippet(
     whole = call.get("output_type") != "latent"
     lines.append(f"images = {latents if whole else f'pipe.image_processor.postprocess({latents})'}")
     return "\n".join([*lines, 'images[0].save("picture.png")'])
-
-
-def _quoted(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_quoted, value)) + "]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 # What a pipeline of SD3 or Flux needs from outside. README.md of an export prints these functions, so they

@@ -62,11 +62,7 @@ class CurvePoint:
 
 
 class TrainingCurve:
-    """The way of a campaign's training, as far as its checkpoints tell.
-
-    Raises:
-        ConfigError: the experts have kept no milestones that they share.
-    """
+    """The way of a campaign's training by its checkpoints; `ConfigError` if experts share no milestones."""
 
     def __init__(self, setup: CommonSetup) -> None:
         self.setup, self.store, content = setup, setup.campaign.store, setup.content

@@ -166,9 +166,7 @@ def unlike(first: Comparison, other: Comparison) -> list[str]:
 def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
     """Compare every campaign, then write `reports/seeds.json` and `.csv` with what they have in common.
 
-    Raises:
-        ConfigError: a seed comes twice, or the campaigns were not trained or not measured alike.
-        StoreError, DataError: as `compare`.
+    `ConfigError` if a seed comes twice, or campaigns were not trained or measured alike; else as `compare`.
     """
     # They must repeat each other: the same settings and held-out pictures, each of a seed of its own.
     first, seen = campaigns[0], dict[int, str]()

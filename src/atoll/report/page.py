@@ -151,13 +151,10 @@ class Summary(File):
 
 
 def write_report(store: Store) -> str:
-    """Write `reports/summary.json` and `reports/index.html` for whatever the campaign has by now.
+    """Write `reports/summary.json` and `reports/index.html` for whatever the campaign has by now; its place.
 
-    The same campaign gives the same bytes. The page needs no network and runs no script. Returns its place.
-
-    Raises:
-        PartitionError: the campaign has no partition yet.
-        DataError: a file of the campaign is not what Atoll writes.
+    The same campaign gives the same bytes. The page needs no network and runs no script. `PartitionError`
+    before there is a partition, `DataError` for a file that is not what Atoll writes.
     """
     if not store.exists(PartitionFile.PLACE):
         where = store.location

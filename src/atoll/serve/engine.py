@@ -158,9 +158,7 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Accept a request, counted before anything of it is computed.
 
-        Raises:
-            Refused: not ready, or as much work as may be is waiting.
-            ConfigError: it is more than ever may wait.
+        `Refused` while not ready or full; `ConfigError` for more than ever may wait.
         """
         if self.state != READY:
             raise Refused(self.state, f"the server is {self.state}", 5.0)

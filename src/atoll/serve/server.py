@@ -37,10 +37,19 @@ from atoll.model.generation import Generation
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.opened import is_hub_name
 from atoll.report.page import Dashboard
+from atoll.serve.app import (
+    OPEN_PAGES,
+    ApiError,
+    ImageRequest,
+    Keys,
+    add_pages,
+    listed,
+    new_app,
+    parse,
+    split_model,
+)
 from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
-from atoll.serve.guard import ApiError, ImageRequest, Keys, listed, new_app, parse, split_model
 from atoll.serve.metrics import Metrics
-from atoll.serve.pages import OPEN_PAGES, add_pages
 from atoll.serve.settings import ServeSettings
 from atoll.store.store import Store
 
@@ -62,13 +71,9 @@ def create_app(
     clusters: Mapping[int, str] | None = None,
     examples: Sequence[str] = (),
 ) -> FastAPI:
-    """The application over an engine.
+    """The application over an engine; with `keys`, a request must bring one of them.
 
-    Args:
-        keys: bearer keys, one of which a request must bring; none lets everybody in.
-        dashboard: of the campaign whose models these are, if they are of one.
-        clusters: what is known of the experts' clusters, by number.
-        examples: prompts to try.
+    `clusters` are what is known of the experts' by number, `examples` prompts to try.
     """
     app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES)))
     add_pages(app, True, dashboard)
@@ -308,16 +313,9 @@ def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
 def serve(
     source: str, settings: ServeSettings, keys: Sequence[str] = (), trusted: Sequence[str] | None = None
 ) -> None:
-    """Serve every model of a campaign, or of an exported folder or hub name, until SIGTERM or SIGINT.
+    """Serve every model of a campaign, exported folder or hub name (as `Model.load`) until SIGTERM or SIGINT.
 
-    Args:
-        source: what `Model.load` takes.
-        keys: bearer keys; none lets everybody in.
-        trusted: public keys, one of which must have signed what is loaded.
-
-    Raises:
-        StoreError: there is nothing to serve, or a file is not what the manifest says.
-        ConfigError: the address is taken or is none.
+    With `trusted` public keys, one of them must have signed what is loaded.
     """
     app, engine = open_app(source, settings, keys, trusted)
 

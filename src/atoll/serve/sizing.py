@@ -40,11 +40,9 @@ class Size(Config):
 
 
 def sizes(source: str, settings: ServeSettings) -> Table:
-    """Serve a full batch with 1, 2, 4 and so on experts on this machine's device, and with all.
+    """Serve `batch` pictures with 1, 2, 4 and so on experts on this machine's device, and with all.
 
-    Args:
-        source: what `Model.load` takes; its ensemble is measured as it draws by itself.
-        settings: `batch` is how many pictures are drawn at once; bounds and residency are not looked at.
+    Bounds and residency of the settings are not looked at; the ensemble draws as it does by itself.
     """
     rows: list[Size] = []
     resident, available = 1, sys.maxsize

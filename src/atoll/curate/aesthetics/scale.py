@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.safe_parse import read_yaml
-from atoll.curate.image_hits import read_table
+from atoll.curate.vocabulary import read_table
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
 
@@ -163,17 +163,11 @@ class Labels:
 def read_labels(
     path: Path, scale: Scale, bounds: tuple[float, float] = (0.0, 1.0), dataset: DataSet | None = None
 ) -> Labels:
-    """Labels of a parquet, CSV or JSON-lines file.
+    """Labels of a parquet, CSV or JSON-lines file, brought from `bounds` to 0 and 1.
 
-    Args:
-        path: a table with `image`, paths relative to it, or `id` of the data set's rows; with `score` of the
-            whole, `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`,
-            rows of one group stay together.
-        bounds: worst and best score of the table, brought to 0 and 1.
-        dataset: whose ids the table names.
-
-    Raises:
-        DataError: no such columns, a list of wrong length, a score out of bounds, an unknown picture.
+    A table with `image`, paths relative to it, or `id` of the data set's rows; with `score` of the whole,
+    `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`, rows of one group
+    stay together. `DataError` names what is missing, of wrong length, out of bounds or unknown.
     """
     table = read_table(path)
 

@@ -21,7 +21,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
 from atoll.curate.aesthetics.scale import Labels
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
-from atoll.curate.image_hits import numeric, read_table
+from atoll.curate.vocabulary import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
@@ -69,8 +69,7 @@ def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
 def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> Column:
     """Write the scores of a table, those of the original HumanAesExpert for example: `id` and numbers.
 
-    Raises:
-        DataError: no `id` or numbers, rows of the data set without scores, or one outside [0, 1].
+    `DataError` for no `id` or numbers, rows of the data set without scores, or one outside [0, 1].
     """
     dataset, table = campaign.dataset(), read_table(path)
     names = [name for name in numeric(table) if name != "id"]
@@ -119,12 +118,7 @@ def _reported(campaign: Campaign, column: Column) -> Column:
 
 
 def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[Any]:
-    """One score of all rows `(rows,)` by its name.
-
-    Raises:
-        ConfigError: there is no such score, or it is sensitive and that was not asked for.
-        DataError: the rows have no scores.
-    """
+    """One score of all rows `(rows,)`; `ConfigError` for an unknown, or an unasked sensitive one."""
     column = dataset.column(COLUMN)
     names = column.meta.producer.get("scores", [])
     if name not in names:

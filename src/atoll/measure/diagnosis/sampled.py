@@ -90,11 +90,7 @@ def leaders(weights: NDArray[np.floating]) -> NDArray[np.int64]:
 def stability(model: Bank, sampling: Sampling) -> tuple[StabilityRow, list[LipschitzRow]]:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
-    Returns:
-        How the ends react, and for each step how fast the field changes there; see `speeds`.
-
-    Raises:
-        DataError: the model gives NaN or infinity.
+    How the ends react, and for each step how fast the field changes there (`speeds`). `DataError` for NaN.
     """
     count, generation = sampling.count, sampling.generation
     paths, ends = Means.zeros(1, generation.steps, 2), Means.zeros(1, 2)
@@ -208,7 +204,7 @@ def _distances(
 # Whether samples are copies of training pictures.
 #
 # In the features of an extractor, the distance of a sample to its nearest training picture is held against
-# two things: the distance to the second nearest, since a copy is much nearer to one picture than to any other (a
+# two things: the distance to the second nearest, since a copy is much nearer to one picture than to others (a
 # sample counts as memorised below a ratio of 1/3 in Yoon et al. 2023, "Diffusion Probabilistic Models
 # Generalize when They Fail to Memorize", and in arXiv 2310.02664), and what held-out pictures have, which
 # nobody copied. Where training pictures come in near copies the ratio says nothing, and the distance does.

@@ -91,8 +91,7 @@ def metrics() -> dict[str, Metric]:
 def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
     """Metrics out of `frechet,kid,...`; `all` is every one that this kind of extractor allows.
 
-    Raises:
-        ConfigError: an unknown metric, one of another extractor, or one that captions are missing for.
+    `ConfigError` for an unknown metric, one of another extractor, or one that captions are missing for.
     """
     check_metrics(names)
     known = metrics()

@@ -77,10 +77,7 @@ def kid(
     """The unbiased estimate of MMD^2 with the kernel (x.y / D + 1)^3, its mean over random subsets.
 
     Bińkowski et al. 2018. Subsets of `size` rows of each set are drawn as there: without replacement, one
-    set's apart from the other's.
-
-    Raises:
-        DataError: fewer rows than a subset takes, or subsets of fewer than two.
+    set's apart from the other's. `DataError` for fewer rows than a subset takes, or subsets of one.
     """
     least = min(len(samples), len(reference))
     if not 2 <= size <= least:
