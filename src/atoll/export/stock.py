@@ -6,7 +6,6 @@ and Flux run Euler itself, but read padding: the functions at the end hide it.
 """
 
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -192,7 +191,13 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         without_vae=WITHOUT_VAE,
         outside=outside,
         alone=alone,
-        snippet=_snippet(stock, card, outside, vae is None, arguments, length, request.name),
+        name=request.name,
+        in_pixels=vae is None,
+        call=arguments,
+        length=length,
+        source=inspect.getsource,
+        encode=encode,
+        unpacked=unpacked,
     )
     (root / README).write_text(text)
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
@@ -265,57 +270,6 @@ def _picture(
     if isinstance(images, torch.Tensor):
         images = to_images(unpacked(images, card.shape.size) if stock.limits.patch else images)
     return png(grid(list(images), columns=4, scale=max(1, 128 // images[0].width)))
-
-
-def _snippet(
-    stock: Stock,
-    card: Card,
-    outside: Mapping[str, tuple[str, str]],
-    in_pixels: bool,
-    call: Mapping[str, Any],
-    length: int,
-    name: str,
-) -> str:
-    """A program that loads the folder of this name and writes one picture."""
-    # Imports: classes of diffusers and transformers that are fetched, and what the printed functions need.
-    classes = sorted({kind for part, (kind, _) in outside.items() if part == "vae"})
-    others = sorted({kind for part, (kind, _) in outside.items() if part != "vae"})
-    lines = ["from typing import Any", ""] if stock.hide else []
-    lines += ["import torch", f"from diffusers import {', '.join([*classes, stock.limits.pipeline])}"]
-    lines += ["from {} import {}".format(*stock.attention)] if stock.attention else []
-    lines += [f"from transformers import {', '.join(others)}"] if others else []
-
-    # The pipeline, and the texts of one that does not encode them itself.
-    given = [f"{part}={kind}.from_pretrained({json.dumps(where)})" for part, (kind, where) in outside.items()]
-    given += [f"{part}=None" for part in stock.empty]
-    given += ["vae=None"] if in_pixels and "vae" in stock.components else []
-    lines += ["", f"pipe = {stock.limits.pipeline}.from_pretrained("]
-    lines += [f"    {part}," for part in (json.dumps(name), *given)] + [")"]
-    if not in_pixels and stock.limits.shifts and not card.latents["shift"]:
-        lines.append("pipe.vae.register_to_config(shift_factor=0.0)")
-    if stock.hide:
-        lines += ["", "", inspect.getsource(encode), "", inspect.getsource(stock.hide), ""]
-        if stock.attention:
-            lines.append(f"pipe.transformer.set_attn_processor({stock.attention[1]}())")
-        hook = f"pipe.transformer.register_forward_pre_hook({stock.hide.__name__}, with_kwargs=True)"
-        encoders = f"pipe.{stock.components['tokenizer']}, pipe.{stock.components['text_encoder']}"
-        lines += [hook, f'texts = encode(pipe, {encoders}, ["a prompt"], length={length})']
-
-    # The call, and pictures from what it gives.
-    values = {key: repr(value).replace("'", '"') for key, value in call.items()}
-    if "sigmas" in call:
-        steps = len(call["sigmas"])
-        values["sigmas"] = f"[1 - n / {steps} for n in range({steps})]"
-    lines += ["result = pipe("] + (["    **texts,"] if stock.hide else [])
-    lines += [f"    {key}={value}," for key, value in values.items()]
-    lines += ["    generator=torch.Generator().manual_seed(0),", ")"]
-    latents = "result.images"
-    if stock.limits.patch and in_pixels:
-        lines += ["", "", inspect.getsource(unpacked), ""]
-        latents = f"unpacked(result.images, {card.shape.size})"
-    whole = call.get("output_type") != "latent"
-    lines.append(f"images = {latents if whole else f'pipe.image_processor.postprocess({latents})'}")
-    return "\n".join([*lines, 'images[0].save("picture.png")'])
 
 
 # What a pipeline of SD3 or Flux needs from outside. README.md of an export prints these functions, so they
