@@ -45,18 +45,18 @@ CEILINGS: dict[str, float] = {
     "core": 22_983,
     "measure": 3_806,
     "report": 1_701,
-    "export": 1_569,
+    "export": 1_523,
     "serve": 1_458,
     "curate": 2_722,
-    "tests": 30_374,
+    "tests": 30_372,
     "benchmarks": 3_858,
     "longest file": 508,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 93,
-    "files with one importer or none": 46,
+    "private helpers with one caller": 92,
+    "files with one importer or none": 45,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.127,
     "no comment": 0.974,
