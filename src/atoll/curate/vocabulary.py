@@ -33,7 +33,7 @@ Match = Literal["phrase", "words"]
 MOST_FORMS = 256
 """Ways to write one concept, beyond which only its last word is inflected."""
 LONGEST = 200
-COMMON = 0.9
+COMMON = 0.8
 """Share of captions above which a noun is no concept: it distinguishes no caption from another."""
 
 
