@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_523,
     "serve": 1_458,
     "curate": 2_722,
-    "tests": 30_372,
+    "tests": 30_392,
     "benchmarks": 3_858,
     "longest file": 508,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,
@@ -56,7 +56,7 @@ CEILINGS: dict[str, float] = {
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
     "private helpers with one caller": 92,
-    "files with one importer or none": 45,
+    "files with one importer or none": 44,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.127,
     "no comment": 0.974,
