@@ -6,12 +6,10 @@
 Every seed is a campaign of its own (`atoll quickstart --set seed=S`), run one after the other. Finished ones,
 as `make demo` leaves them, are only read. The ratio of a campaign is the ensemble's distance over the
 monolith's, from the same conditions and the same noise; its seconds are those of all stages, installation
-apart. Processor seconds are those of all its processes: on a busy machine only they compare. A second run of
-the first campaign measures what finished stages cost.
+apart. A second run of the first campaign measures what finished stages cost.
 """
 
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,12 +25,10 @@ def main() -> None:
     options = parsed(words)
     with tempfile.TemporaryDirectory() as scratch:
         folders = options.campaigns or [Path(scratch) / f"seed-{seed}" for seed in options.seeds]
-        processor: list[float] = []
         for seed, folder in zip(options.seeds, folders, strict=False):
             if not (folder / "reports/summary.json").is_file():
-                sets, before = [f"seed={seed}", *(TINY if options.quick else [])], os.times()
+                sets = [f"seed={seed}", *(TINY if options.quick else [])]
                 run_command("quickstart", "--dir", folder, *flags(sets))
-                processor.append(sum(os.times()[2:4]) - sum(before[2:4]))  # of its processes, and of theirs
         runs = [json.loads((folder / "reports/summary.json").read_text()) for folder in folders]
         again = time.monotonic()
         run_command("quickstart", "--dir", folders[0])
@@ -40,7 +36,6 @@ def main() -> None:
     apart = [abs(run["flops_ratio"] - 1) for run in runs]
     rows = [
         median_row("quickstart", "seconds", [run["seconds"] for run in runs], "s", target=("<=", 300)),
-        *([median_row("quickstart", "processor seconds", processor, "s")] if processor else []),
         row("second run", "seconds", again, "s", target=("<=", 30)),
         median_row("experts + router", "|FLOPs / monolith's - 1|", apart, target=("<=", 0.01)),
     ]
