@@ -93,6 +93,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(shared / "campaign", tmp_path_factory.mktemp("whole") / "campaign"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small campaign that is partitioned, for the tests of a file; they copy it to change it."""
+    from helpers import partitioned
+
+    partitioned(folder := tmp_path_factory.mktemp("made") / "c")
+    return folder
+
+
 @pytest.fixture
 def told_to_leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let the next run in this process get SIGTERM in its nth step, once."""

@@ -50,7 +50,7 @@ CEILINGS: dict[str, float] = {
     "curate": 2_722,
     "tests": 30_392,
     "benchmarks": 3_858,
-    "longest file": 508,  # under 500: what one file alone imports is a part of it
+    "longest file": 471,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,

@@ -56,16 +56,9 @@ def checkpoint(folder: Path, noise: dict[str, Any] = LINEAR, **settings: Any) ->
     return network
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adopting") / "campaign"
-    partitioned(folder)
-    return folder
-
-
 @pytest.fixture
-def campaign(untouched: Path, tmp_path: Path) -> Campaign:
-    shutil.copytree(untouched, tmp_path / "c")
+def campaign(made: Path, tmp_path: Path) -> Campaign:
+    shutil.copytree(made, tmp_path / "c")
     return Campaign.open(tmp_path / "c")
 
 

@@ -22,13 +22,6 @@ from atoll.train.run import train_run
 from helpers import command, partitioned
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "c"
-    partitioned(folder)
-    return folder
-
-
 @pytest.fixture
 def campaign(made: Path, tmp_path: Path) -> Campaign:
     """One of its own for every test, at `c`."""

@@ -38,13 +38,6 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return make_plan(opened.config, data_spec(opened, 153_600_000), load_gpus(), "h100", 8)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "c"
-    partitioned(folder)
-    return folder
-
-
 def planned(
     sizes: list[int], gpus_each: int = 1, table: dict[str, Gpu] | None = None, **changes: Any
 ) -> Plan:

@@ -161,9 +161,6 @@ def test_with_a_bound_no_error_of_the_noise_is_magnified(dtype: torch.dtype) -> 
     assert float(off[0][-1]) > 100 and float(off[1].max()) < 4
 
 
-# Classifier-free guidance.
-
-
 def test_scale_one_is_the_conditional_velocity_exactly() -> None:
     cond, null = torch.randn(2, 3, 1, 2, 3, generator=torch.Generator().manual_seed(0)) * 1e3
     assert not torch.equal(null + (cond - null), cond)  # the formula alone would round

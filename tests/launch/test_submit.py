@@ -31,13 +31,6 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "c"
-    partitioned(folder)
-    return folder
-
-
 def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     campaign = opened(tmp_path / "c", MIXED, train={"threads": 3})
     placed = {one.name: one for one in plan_jobs(campaign)}
