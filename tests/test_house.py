@@ -42,14 +42,14 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_983,
+    "core": 22_982,
     "measure": 3_806,
     "report": 1_701,
     "export": 1_523,
     "serve": 1_458,
     "curate": 2_722,
-    "tests": 30_392,
-    "benchmarks": 3_858,
+    "tests": 30_370,
+    "benchmarks": 3_857,
     "longest file": 471,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,
     # Crossings. Signed for: 1, 0, 120, 50.
@@ -58,8 +58,8 @@ CEILINGS: dict[str, float] = {
     "private helpers with one caller": 92,
     "files with one importer or none": 44,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
-    "docstrings": 0.127,
-    "no comment": 0.974,
+    "docstrings": 0.124,
+    "no comment": 0.973,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""
 ROLES = {"expert", "router", "monolith", "pretrain", "student", "islands", "ensemble"}
