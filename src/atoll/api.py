@@ -20,7 +20,7 @@ from atoll.campaign.roles import SINGLE
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.launch import merged
 from atoll.data.partition import Partition
-from atoll.measure import evaluation
+from atoll.measure.points import evaluate as measure_point
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Residency
@@ -127,7 +127,7 @@ def evaluate(
     config = campaign.config.evaluate
     changed = type(config).parse({**config.model_dump(), **settings}, "evaluate()")
     generation = {"routing": routing, "guidance": guidance, "steps": steps, "seed": seed}
-    point = evaluation.evaluate(campaign, changed, model=model, generation=generation)
+    point = measure_point(campaign, changed, model=model, generation=generation)
     assert point is not None  # only the other processes of several return nothing
     return {name: value.value for name, value in point.values.items()}
 
