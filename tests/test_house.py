@@ -42,7 +42,7 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_982,
+    "core": 22_981,
     "measure": 3_806,
     "report": 1_701,
     "export": 1_523,
@@ -50,7 +50,7 @@ CEILINGS: dict[str, float] = {
     "curate": 2_722,
     "tests": 30_370,
     "benchmarks": 3_857,
-    "longest file": 471,  # under 500: what one file alone imports is a part of it
+    "longest file": 455,  # under 500: what one file alone imports is a part of it
     "tour": 4_560,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
@@ -383,7 +383,6 @@ from atoll.networks.families import family
 mine = [family(name).network_class() for name in ("dit", "pixart")]
 text._tower(SimpleNamespace(model_type="bert"))
 sampler.times(4)
-import torch
 from atoll.networks.cost import footprint
 from atoll.networks.settings import DataShape, NetworkConfig
 shape = DataShape(channels=1, size=8, classes=2)
@@ -398,11 +397,9 @@ print([DiTTransformer2DModel, PixArtTransformer2DModel] == mine, torch._dynamo.i
 from diffusers.models.modeling_utils import DiffusersAutoQuantizer as late
 from diffusers.quantizers import DiffusersAutoQuantizer
 print(late is not DiffusersAutoQuantizer, late.from_config == DiffusersAutoQuantizer.from_config)
-compiled = torch.compile(lambda x: torch.arange(3) + x, backend="eager")
-print(compiled(1).tolist(), torch.nn.Linear(2, 2, device="meta").weight.is_meta)
 """
     result = run(sys.executable, "-c", code)
-    assert result.stdout == "set()\nTrue False\nTrue True\n[1, 2, 3] True\n", result.stdout + result.stderr
+    assert result.stdout == "set()\nTrue False\nTrue True\n", result.stdout + result.stderr
 
 
 @pytest.mark.slow

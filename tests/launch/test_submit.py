@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from atoll.base.text import duration
 from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import RunPlan
 from atoll.data.contents import audit
 from atoll.launch import sky
 from atoll.launch.submit import data_jobs, plan_jobs
+from atoll.store.lease import Heartbeat
 from helpers import Run, partitioned, refused, write_campaign
 
 MIXED: dict[str, Any] = {
@@ -77,11 +80,15 @@ def test_a_dry_run_shows_all_and_changes_nothing(partition: bool, tmp_path: Path
     folder = tmp_path / "a campaign; it's"
     write_campaign(folder, {"launch": MIXED})
     if partition:
-        partitioned(folder, {"launch": MIXED})
+        store = partitioned(folder, {"launch": MIXED}).store
+        store.put_json("monolith/run/heartbeat.json", Heartbeat(holder="x", speed=2.0).to_json())
+        plan = RunPlan.read(store, "monolith/island.json")
+        time = f", about {duration(plan.steps * plan.batch / 2)} at the speed measured so far"
     before = everything(tmp_path)
     answer = run("launch", folder, "--dry-run")
     assert answer.code == 0, answer
     assert everything(tmp_path) == before
+    assert f"# training: 4 runs, 4 at once{time if partition else '; atoll plan'}" in answer.out
     assert ("# first, on this machine" in answer.out) != partition
     assert answer.out.count("#!/bin/bash") == 3 and "#SBATCH --gres=gpu:4" in answer.out
     typed = [shlex.split(line[2:]) for line in answer.out.splitlines() if line.startswith("$ ")]

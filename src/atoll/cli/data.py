@@ -9,16 +9,13 @@ from atoll.base.errors import AtollError
 from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
 
 WORKERS = click.option(
-    "--workers",
-    type=click.IntRange(1, 1024),
-    default=1,
-    help="Processes of this machine that share the work.",
+    "--workers", type=click.IntRange(1, 1024), default=1, help="Processes that share the work."
 )
 PART = click.option(
     "--part",
     envvar="ATOLL_PART",
     metavar="I/N",
-    help="Write only the shards I, I + N, I + 2 N, ...; the same command without it then finishes.",
+    help="Write the shards I, I + N, ...; without it, finish.",
 )
 
 
@@ -40,9 +37,7 @@ def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
 @data.command()
 @CAMPAIGN
 @click.option("--page", type=LOCAL, help="HTML file to write, with pictures; it needs nothing else.")
-@click.option(
-    "--card", is_flag=True, help="Write README.md into the data set, as the Hugging Face hub shows it."
-)
+@click.option("--card", is_flag=True, help="Write the data set's README.md for the Hugging Face hub.")
 def show(campaign: str, page: Path | None, card: bool) -> None:
     """What the data set holds: sizes, captions, licences, splits, rejects, duplicates, columns."""
     from atoll.base.console import Progress
@@ -81,8 +76,7 @@ def audit(campaign: str) -> None:
 
 
 SHARDED = {
-    "ingest": "Turn data.source (folders, parquet, tar, hub data sets, several) into the data set at "
-    "data.path.",
+    "ingest": "Turn data.source (folders, parquet, tar, hub data sets) into the data set at data.path.",
     "embed": "Add the features that the partition clusters.",
     "encode": "Add the latents and text states that the networks train on.",
     "prepare": "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them.",
@@ -108,13 +102,8 @@ for stage, summary in SHARDED.items():
             if workers > 1 and part is None:
                 from atoll.launch.submit import run_workers
 
-                run_workers(
-                    workers,
-                    "data",
-                    command,
-                    campaign,
-                    *(word for setting in sets for word in ("--set", setting)),
-                )
+                options = [word for setting in sets for word in ("--set", setting)]
+                run_workers(workers, "data", command, campaign, *options)
 
         own = None if part is None else Part.parse(part)
         if name == "prepare":

@@ -34,8 +34,7 @@ from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
 
 ASIDE = 3.0
-"""Seconds that a process holds back an error that another one of the same run has to tell: what all meet
-alike is told by the first, a collective that fails by whoever made it fail. `torchrun` then ends the rest."""
+"""Seconds that a process holds back an error that another one of its run tells; torchrun then ends it."""
 MODEL = click.Choice(["ensemble", *BESIDE])
 
 
@@ -127,16 +126,7 @@ def partition(
 @click.option("--serve", is_flag=True, help="Size a server of what is trained, by drawing on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds, US dollars.")
 @SETS
-def plan(
-    campaign: str,
-    gpu: str,
-    gpus: int,
-    table: str | None,
-    rows: int | None,
-    serve: bool,
-    as_json: bool,
-    sets: tuple[str, ...],
-) -> None:
+def plan(campaign: str, serve: bool, as_json: bool, sets: tuple[str, ...], **wanted: Any) -> None:
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
     # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
@@ -147,8 +137,8 @@ def plan(
     from atoll.campaign.data_spec import data_spec
     from atoll.campaign.plan import lines, load_gpus, make_plan, must_fit
 
-    kinds = load_gpus(table)
-    outlook = make_plan(opened.config, data_spec(opened, rows), kinds, gpu, gpus)
+    kinds, data_set = load_gpus(wanted["table"]), data_spec(opened, wanted["rows"])
+    outlook = make_plan(opened.config, data_set, kinds, wanted["gpu"], wanted["gpus"])
     say(json.dumps(outlook.to_json(), indent=2) if as_json else "\n".join(lines(outlook)))
     must_fit(outlook, kinds)
 
@@ -180,10 +170,7 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
 @click.option("--prediction", type=click.Choice(["v", "eps", "x0", "score"]), help="What it predicts.")
 @click.option("--schedule", metavar="NAME", help="Noise schedule of its training, such as ddpm-linear.")
 def adopt(campaign: str, **options: Any) -> None:
-    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is.
-
-    Prediction and schedule are by default those of its scheduler_config.json.
-    """
+    """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
     opened = open_campaign(campaign)
     from atoll.campaign.adopt import adopt as adopt_checkpoint
 
@@ -317,10 +304,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
 def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
-    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/.
-
-    The reference is by default the campaign's held-out rows, and under `conditions: test` its test rows.
-    """
+    """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
     if listed:
         from atoll.measure.request import show_all
 

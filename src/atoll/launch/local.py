@@ -52,6 +52,16 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
+def at_once(jobs: Sequence[Job]) -> int:
+    """How many of these jobs run side by side on this machine."""
+    placed, gpus = list[tuple[Job, set[int]]](), _gpus()
+    for job in jobs:
+        if (devices := _room(job, placed, gpus)) is None:
+            break
+        placed.append((job, devices))
+    return len(placed)
+
+
 class _Running:
     """A started job."""
 
@@ -109,7 +119,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
                     left = {job.name for job in waiting} | {other.job.name for other in running}
                     # Only the first one is tried: smaller ones could keep a large one waiting for ever.
                     job = next((job for job in waiting if not left.intersection(job.needs)), None)
-                    free = None if job is None else _room(job, running, gpus)
+                    placed = [(other.job, other.devices) for other in running]
+                    free = None if job is None else _room(job, placed, gpus)
                     if job is None or free is None:
                         break
                     waiting.remove(job)
@@ -159,19 +170,19 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
             raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)
 
 
-def _room(job: Job, running: list[_Running], gpus: int) -> set[int] | None:
+def _room(job: Job, placed: list[tuple[Job, set[int]]], gpus: int) -> set[int] | None:
     """Numbers of the GPUs for one more job, empty on the CPU; None if there is no room."""
     wanted = min(1, gpus) if job.gpus is None else job.gpus
-    free = sorted(set(range(gpus)) - {number for other in running for number in other.devices})
+    free = sorted(set(range(gpus)) - {number for _, devices in placed for number in devices})
     if len(free) < wanted:
         return None
     # Alone a job always has room: one that is larger than the machine would wait for ever.
-    if wanted or not running:
+    if wanted or not placed:
         return set(free[:wanted])
-    if sum(other.job.cpus for other in running) + job.cpus > cores():
+    if sum(other.cpus for other, _ in placed) + job.cpus > cores():
         return None
     memory = 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # less a tenth for the rest
-    return set() if sum(other.job.memory for other in running) + job.memory <= memory else None
+    return set() if sum(other.memory for other, _ in placed) + job.memory <= memory else None
 
 
 def _stop(running: list[_Running]) -> None:

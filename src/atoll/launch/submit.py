@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from atoll import launch
@@ -13,12 +14,14 @@ from atoll.base.console import say
 from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.safe_parse import expanded
+from atoll.base.text import duration, many
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.roles import BESIDE
 from atoll.campaign.runs import RunPlan, partition_finished, runs_of
 from atoll.campaign.settings.launch import Placement, Target
 from atoll.launch import local
 from atoll.launch.job import Job, Launcher, Site, command
+from atoll.store.lease import read_heartbeat
 
 UNSEEN = ("launch.", "sampling.", "compare.")
 """Settings that no training run looks at."""
@@ -31,13 +34,8 @@ STATE_BYTES = 28
 def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: Path) -> None:
     """Prepare, train whatever is left where the settings say, and assemble.
 
-    Runs on this machine are waited for; those of Slurm and SkyPilot are submitted.
-
-    Args:
-        campaign: the campaign.
-        on: target of runs that name none of their own.
-        dry_run: print what would run and change nothing.
-        out: folder for SkyPilot's files.
+    Runs on this machine are waited for; those of Slurm and SkyPilot are submitted. `on` is the target of runs
+    that name none of their own, `out` the folder for SkyPilot's files.
     """
     root = campaign.store.location
     for run in runs_of(campaign.config):
@@ -58,8 +56,7 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         if pretrain_finished(campaign):
             copy_initial_weights(campaign)  # it may have been stopped between its last step and this
     training = plan_jobs(campaign, on, tuple(job.name for job in making[-1:]))
-    if not training:
-        say("training: finished already")
+    say(f"# {forecast(campaign, training)}" if dry_run else forecast(campaign, training))
 
     # No queue knows of the jobs of another: what needs one of those waits for the next launch, and so does
     # what needs such a job itself.
@@ -92,6 +89,26 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         assemble(campaign)
 
 
+def forecast(campaign: Campaign, jobs: Sequence[Job]) -> str:
+    """How many runs train at once, and how long all take at the speed of this campaign so far."""
+    runs = [job for job in jobs if job.name != "assemble"]
+    if not runs:
+        return "training: finished already"
+    speeds = list[float]()  # operations a second
+    for run in runs_of(campaign.config):
+        beat = read_heartbeat(campaign.store, f"{run.folder}/run")
+        if beat is not None and beat.speed and campaign.store.exists(run.plan):
+            plan = RunPlan.read(campaign.store, run.plan)
+            speeds.append(beat.speed * plan.train_flops / (plan.steps * plan.batch))
+    here = all(launcher(job.target).WAITS for job in runs)
+    places = local.at_once(runs) if here else len(runs)
+    side_by_side = f"training: {many(len(runs), 'run')}, {places} at once{' on this machine' * here}"
+    if not speeds or not all(job.work for job in runs):
+        return f"{side_by_side}; atoll plan estimates the time on GPUs, atoll status measures it"
+    work = max(max(job.work for job in runs), sum(job.work for job in runs) / places)
+    return f"{side_by_side}, about {duration(work / median(speeds))} at the speed measured so far"
+
+
 def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> None:
     """Give jobs to their launchers, or show what that would do; those last that are waited for."""
     root, named = campaign.store.location, campaign.config.launch.slurm.output
@@ -110,11 +127,7 @@ def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> No
 
 
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
-    """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for.
-
-    Several workers write the shards of the data set, each its part, and a job after them finishes it; then
-    the same for its columns.
-    """
+    """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for."""
     config, root = campaign.config.launch, campaign.store.location
     if not config.data.workers or campaign.is_partitioned:
         return []
@@ -187,7 +200,10 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         options += [] if launcher(target).WAITS else ["--wait"]
         memory, work = BASE_MEMORY, 0.0
         if (plan := plans.get(run)) is not None:
-            memory, work = BASE_MEMORY + STATE_BYTES * plan.parameters + encoder, plan.train_flops
+            beat = read_heartbeat(store, f"{run.folder}/run")
+            done = min(1.0, ((beat and beat.step) or 0) / max(1, plan.steps))
+            memory = BASE_MEMORY + STATE_BYTES * plan.parameters + encoder
+            work = plan.train_flops * (1 - done)
             if run.kind.task == "distill":  # its teachers, as if all were loaded
                 memory += sum(4 * plans[other].parameters for other in plans if other.expert is not None)
         wanted = run.kind.needs(config)
@@ -196,8 +212,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         threads = config.training(*run).threads
         jobs.append(_job(run.name, words, place, target, threads, memory, needs=needs, work=work))
 
-    # On this machine the launch assembles by itself.
-    # Where runs are spread over several queues, none of them could say when all are finished.
+    # Here the launch assembles by itself. Of several queues none could say when all are finished.
     assembled = [job for job in jobs if job.name not in BESIDE]
     targets = {job.target for job in assembled}
     if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
