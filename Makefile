@@ -1,6 +1,7 @@
 # make demo   the whole way on embedded data: a model of your own in minutes, and a page about it
 # make test   the tests, less the slow ones
 # make test-gpu  what needs a GPU
+# make test-pretended  part of it on a pretended GPU, in two minutes: mixed devices, waits of the host
 # make lowest some tests with the lowest versions that pyproject.toml allows
 # make lint   ruff, mypy, import-linter
 # make docs   docs/ and the reference as a site, in site/
@@ -23,7 +24,7 @@ RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 # Where it is set, every process compiles all that it imports again: 25 s in place of 9, and the tests start hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu lowest lint docs clean
+.PHONY: demo test test-gpu test-pretended lowest lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(BASE)
@@ -36,6 +37,10 @@ test: $(DEV)
 # On a machine with a GPU; all other tests hide it.
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu tests/gpu
+
+test-pretended: $(DEV)
+	PYTHONPATH=tests $(BIN)/pytest -p pretended -m gpu tests/gpu \
+		-k "(trains and not compile and not checkpointing) or waits"
 
 # faiss 1.9 warns of its own import of numpy.
 OLD := -W "ignore:numpy.core:DeprecationWarning"

@@ -1,13 +1,16 @@
 """Islands that differ, other objectives in one ensemble, and stale columns."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from atoll.base.errors import DataError, PartitionError
+from atoll.base.processes import ProcessGroup
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import prepare
@@ -16,6 +19,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
 from atoll.train.run import train_run
+from atoll.train.state import Saver
 from helpers import partitioned, write_campaign
 
 
@@ -104,3 +108,35 @@ def test_a_partition_is_repeatable(tmp_path: Path) -> None:
     files = [p.relative_to(tmp_path / "a") for p in (tmp_path / "a/islands").rglob("*") if p.is_file()]
     assert len(files) > 8
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+
+
+def test_rank_0_writes_checkpoints_while_the_others_are_kept_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write of many gigabytes may take longer than a collective that the others would wait in."""
+    inside, written = [False], list[str]()
+    once = ProcessGroup.once
+
+    def watched(group: ProcessGroup, do: Callable[[], Any]) -> Any:
+        inside[0] = True
+        try:
+            return once(group, do)
+        finally:
+            inside[0] = False
+
+    def told(name: str) -> Callable[..., Any]:
+        method = getattr(Saver, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert inside[0], name
+            written.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(ProcessGroup, "once", watched)
+    for name in ("save", "settle"):
+        monkeypatch.setattr(Saver, name, told(name))
+    train = {"milestones": 2, "checkpoint_every_s": 0.0}
+    train_run(partitioned(tmp_path / "c", {"train": train}), "expert", 0)
+    assert {"save", "settle"} <= {*written}

@@ -3,7 +3,7 @@
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -85,6 +85,18 @@ class ProcessGroup:
         if failure is not None:
             raise failure
         return cast(Result, value)
+
+    def spread(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0's CPU tensors on every process, one after the other; what the others give does not count."""
+        if self.size == 1:
+            yield from tensors.items()
+            return
+        specs = self.once(lambda: [(name, value.dtype, value.shape) for name, value in tensors.items()])
+        for name, dtype, shape in specs:
+            value = tensors[name].contiguous() if self.first else torch.empty(shape, dtype=dtype)
+            with named("a checkpoint's tensor"):
+                dist.broadcast(value.reshape(-1).view(torch.uint8), 0)  # as bytes: gloo knows few dtypes
+            yield name, value
 
     def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""

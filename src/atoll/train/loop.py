@@ -22,7 +22,7 @@ from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
-from atoll.store.log import Fenced, Log
+from atoll.store.log import Commit, Fenced, Log
 from atoll.store.store import Store
 from atoll.train import state as checkpoint
 from atoll.train.loggers import RunInfo, Trackers
@@ -140,19 +140,22 @@ class _Run:
 
     def _resume(self) -> None:
         state, before = self.state, read_heartbeat(self.run) if self.group.first else None
-        loaded: list[checkpoint.Loaded] = []  # on rank 0: the others are told its name and load it as well
+        blobs: dict[str, bytes] = {}
 
-        def find() -> tuple[str, str] | None:
+        def find() -> tuple[str, Commit] | None:
             newest = checkpoint.newest(self.run, self.log)
-            loaded.extend(newest[2:] if newest else ())
-            return newest and newest[:2]
+            if newest is None:
+                return None
+            name, _, (commit, content) = newest
+            blobs.update(content)
+            return name, commit
 
-        newest = self.group.once(find)
-        # Every rank restores the whole checkpoint and keeps its part: what is saved knows no number of
+        # Rank 0 reads it, and every rank keeps its part of each tensor: what is saved knows no number of
         # processes, so a run goes on with more or fewer of them.
+        newest = self.group.once(find)
         if newest is not None:
-            content = loaded[0] if loaded else checkpoint.load(self.run, *newest)
-            checkpoint.restore(state, newest[0], content, self.learned)
+            name, commit = newest
+            checkpoint.restore(state, name, (commit, blobs), self.learned, self.group.spread)
             self.saver.committed = state.step
             self._say(f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
         if self.group.first:
@@ -270,7 +273,7 @@ class _Run:
             # The last commit must be there before anything is published: a kill in between then costs
             # nothing.
             self._save()
-            self.saver.settle(fatal=True)
+            self.group.once(lambda: self.saver.settle(fatal=True))
 
     def _step(self, batches: list[tuple[float, Batch]]) -> dict[str, Any]:
         # Loss, gradient, update; gives the step's line of metrics.
@@ -346,9 +349,13 @@ class _Run:
             return
         self.phase = "saving"
         tensors = self.state.tensors(self.group.first)
-        if self.group.first:
+
+        def write() -> None:
             self._write_metrics()
             self.saver.save(self.state, tensors, milestone)
+
+        # It waits for the write before it, which may take longer than a collective lasts.
+        self.group.once(write)
 
     def _note(self, **values: Any) -> None:
         line = MetricsLine(step=self.state.step, samples=self.state.samples, **values)

@@ -7,7 +7,7 @@ whole wins; one that is torn or damaged is set aside in the log, where everybody
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +121,10 @@ class Guard:
         self.skipped, self.in_a_row = counters["skipped"], counters["in_a_row"]
 
 
+Spread = Callable[[dict[str, Tensor]], Iterable[tuple[str, Tensor]]]
+OWN: Spread = dict[str, Tensor].items  # one process has all
+
+
 @dataclass
 class TrainState:
     """What changes while a network trains; counters and `tracker` as in `Commit`."""
@@ -154,19 +158,16 @@ class TrainState:
             files[f"{file}.safetensors"] = copies
         return files
 
-    def restore(self, commit: Commit, blobs: dict[str, bytes]) -> None:
-        """Take over a saved state, in place."""
+    def restore(self, commit: Commit, blobs: dict[str, bytes], spread: Spread = OWN) -> None:
+        """Take over a saved state, in place; `spread` brings tensors of rank 0's blobs to every process."""
         self.samples, self.step, self.seconds = commit.samples, commit.step, commit.seconds
         self.tracker = commit.tracker
         self.guard.restore(commit.guard)
-        weights, average, moments = (
-            load_tensors(blobs[f"{file}.safetensors"]) for file in ("weights", "ema", "optimizer")
-        )
         parameters = dict(self.network.named_parameters())
-        for name, parameter in parameters.items():
-            fill(parameter.detach(), weights[name])
-            fill(self.ema.weights[name], average[name])
-        for full_name, value in moments.items():
+        for file, own in (("weights", parameters), ("ema", self.ema.weights)):
+            for name, value in spread(_tensors(blobs, file)):
+                fill(own[name].detach(), value)
+        for full_name, value in spread(_tensors(blobs, "optimizer")):
             name, key = full_name.rsplit("/", 1)
             parameter = parameters[name]
             # Mapped bytes may be unaligned, and kernels then sum in another order: the same numbers, other
@@ -270,6 +271,10 @@ def _prune(store: Store, log: Log, keep: int) -> None:
             store.delete(key)
 
 
+def _tensors(blobs: dict[str, bytes], file: str) -> dict[str, Tensor]:
+    return load_tensors(blobs[f"{file}.safetensors"]) if blobs else {}
+
+
 Loaded = tuple[Commit, dict[str, bytes]]  # content of COMMIT.json and the blobs
 
 
@@ -294,9 +299,15 @@ def load(store: Store, name: str, hashed: str) -> Loaded:
     return read_published(store, name, COMMIT, Commit)
 
 
-def restore(state: TrainState, name: str, loaded: Loaded, learned: dict[str, Any]) -> None:
-    """Go on from a checkpoint; `ConfigError` if it was made with other settings."""
+def restore(
+    state: TrainState,
+    name: str,
+    loaded: Loaded,
+    learned: dict[str, Any],
+    spread: Spread = OWN,
+) -> None:
+    """Go on from a checkpoint, whose blobs rank 0 has; `ConfigError` if it was made with other settings."""
     commit, blobs = loaded
     if commit.recipe != digest(learned):
         raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
-    state.restore(commit, blobs)
+    state.restore(commit, blobs, spread)
