@@ -42,20 +42,20 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 22_981,
+    "core": 23_011,
     "measure": 3_806,
     "report": 1_701,
     "export": 1_523,
     "serve": 1_458,
     "curate": 2_722,
-    "tests": 30_370,
+    "tests": 30_750,
     "benchmarks": 3_857,
     "longest file": 455,  # under 500: what one file alone imports is a part of it
-    "tour": 4_560,
+    "tour": 4_568,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 92,
+    "private helpers with one caller": 91,
     "files with one importer or none": 44,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.124,
