@@ -42,15 +42,15 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 23_011,
+    "core": 23_033,
     "measure": 3_806,
     "report": 1_701,
     "export": 1_523,
     "serve": 1_458,
     "curate": 2_722,
-    "tests": 30_750,
+    "tests": 30_782,
     "benchmarks": 3_857,
-    "longest file": 455,  # under 500: what one file alone imports is a part of it
+    "longest file": 467,  # under 500: what one file alone imports is a part of it
     "tour": 4_568,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
@@ -383,6 +383,8 @@ from atoll.networks.families import family
 mine = [family(name).network_class() for name in ("dit", "pixart")]
 text._tower(SimpleNamespace(model_type="bert"))
 sampler.times(4)
+import torch
+from atoll.base.condition import Condition
 from atoll.networks.cost import footprint
 from atoll.networks.settings import DataShape, NetworkConfig
 shape = DataShape(channels=1, size=8, classes=2)
@@ -397,9 +399,14 @@ print([DiTTransformer2DModel, PixArtTransformer2DModel] == mine, torch._dynamo.i
 from diffusers.models.modeling_utils import DiffusersAutoQuantizer as late
 from diffusers.quantizers import DiffusersAutoQuantizer
 print(late is not DiffusersAutoQuantizer, late.from_config == DiffusersAutoQuantizer.from_config)
+network = dit.build(small, shape)
+network.compile(backend="eager")
+given = torch.rand(2, 1, 8, 8), torch.rand(2), Condition(labels=torch.tensor([0, 1]))
+print(dit.predict(network, *given).shape, torch.nn.Linear(2, 2, device="meta").weight.is_meta)
 """
     result = run(sys.executable, "-c", code)
-    assert result.stdout == "set()\nTrue False\nTrue True\n", result.stdout + result.stderr
+    expected = "set()\nTrue False\nTrue True\ntorch.Size([2, 1, 8, 8]) True\n"
+    assert result.stdout == expected, result.stdout + result.stderr
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_
         (other,) = [pid for pid in spread.workers() if pid != holder]
         os.kill(other, signal.SIGSTOP)
         answer = spread.end(120)
-    assert answer.code == 2, answer
+    assert answer.code == 1, answer  # nobody's mistake: a job is queued again
     errors = [line for line in answer.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and " did not finish " in errors[0] and "another process of this run" in errors[0]
     assert "Traceback" not in answer.err, answer.err

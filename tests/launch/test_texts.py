@@ -167,6 +167,31 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
         assert (tmp_path / "asked").read_text() == "requeue 42\n"
 
 
+@pytest.mark.parametrize(
+    ("end", "restarts", "saves", "requeued"),
+    [
+        ("os.abort()", 0, True, True),
+        ("os.kill(os.getpid(), 9)", 4, True, True),
+        ("sys.exit(1)", 4, True, True),
+        ("sys.exit(1)", 5, True, False),
+        ("sys.exit(1)", 0, False, False),
+        ("sys.exit(2)", 0, True, False),
+        ("sys.exit(73)", 0, True, False),
+    ],
+)
+def test_a_run_that_broke_is_queued_again_a_few_times(
+    end: str, restarts: int, saves: bool, requeued: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    job = Job("expert 0", (sys.executable, "-S", "-c", f"import os, sys; {end}"), saves=saves)
+    place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(
+        ["bash", "-c", slurm.script(job, SITE)], env=place, capture_output=True, check=False
+    )
+    assert done.returncode != 0 and (tmp_path / "asked").exists() == requeued
+
+
 def test_needs_become_dependencies_and_every_script_is_shown() -> None:
     jobs = [
         Job("seed", train("/c")),

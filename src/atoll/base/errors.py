@@ -24,6 +24,8 @@ class AtollError(Exception):
 class PeerFailed(AtollError):
     """Another process of the same run failed; what happened is for that one to tell."""
 
+    exit_code = 1  # no mistake of the user's: a job may be tried again
+
 
 class ConfigError(AtollError):
     """A setting that does not exist, has the wrong type, or contradicts another."""

@@ -167,8 +167,12 @@ def train(what: str, campaign: str, expert: int | None, wait: bool, sets: tuple[
 @CAMPAIGN
 @click.argument("checkpoint")
 @click.option("--expert", "island", type=int, required=True, help="Number of the expert that it becomes.")
-@click.option("--prediction", type=click.Choice(["v", "eps", "x0", "score"]), help="What it predicts.")
-@click.option("--schedule", metavar="NAME", help="Noise schedule of its training, such as ddpm-linear.")
+@click.option(
+    "--prediction",
+    type=click.Choice(["v", "eps", "x0", "score"]),
+    help="What it predicts; by default what its scheduler_config.json says.",
+)
+@click.option("--schedule", metavar="NAME", help="Noise schedule, such as ddpm-linear; by default likewise.")
 def adopt(campaign: str, **options: Any) -> None:
     """Make a published diffusers checkpoint (folder or hub name) the expert of an island, as it is."""
     opened = open_campaign(campaign)
@@ -209,7 +213,9 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
-@click.option("--trusted", metavar="KEY", multiple=True, help="Take only what this key signed.")
+@click.option(
+    "--trusted", metavar="KEY", multiple=True, help="Take only what this key signed; may be repeated."
+)
 def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
@@ -288,9 +294,15 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.argument("campaign", metavar="[CAMPAIGN]", required=False)
 @click.option("--model", help="ensemble, monolith, student or pretrain.  [default: ensemble]")
 @click.option("--images", type=LOCAL, help="A folder of pictures, in a model's place.")
-@click.option("--reference", metavar="WHAT", help="Campaign, data set, folder or saved statistics.")
 @click.option(
-    "--split", type=click.Choice(["heldout", "test", "train", "all"]), help="Rows of the reference."
+    "--reference",
+    metavar="WHAT",
+    help="Campaign, data set, folder of images or saved statistics; by default the campaign's own data.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["heldout", "test", "train", "all"]),
+    help="Rows of the reference; by default held-out ones, under conditions test those.",
 )
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
 @click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")

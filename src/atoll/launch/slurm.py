@@ -12,6 +12,8 @@ from atoll.launch.job import Job, Site
 
 DIED = 143
 """Code of a process that a TERM ended."""
+BROKE = "1|13[4-9]"
+"""Codes of a run that broke: an error nobody foresaw, an abort as of NCCL, a kill. 2 is a user's mistake."""
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, False, True, True
 
 # The warning comes as USR1 to the shell alone. Slurm's own TERM (scancel, requeue, preemption) is not
@@ -30,7 +32,12 @@ while :; do
     [ "$now" -eq 127 ] || code=$now
     [ "$before" -ne "$told" ] || break
 done
-if [ "$code" -eq {left} ] && [ -z "$ended" ]; then
+again=
+case "$code" in
+    {left}) again=1 ;;
+    {broke}) [ "${{SLURM_RESTART_COUNT:-0}}" -ge 5 ] || again=1 ;;
+esac
+if [ -n "$again" ] && [ -z "$ended" ]; then
     echo "queued again to go on"
     scontrol requeue "{me}"
 fi
@@ -78,7 +85,8 @@ def script(job: Job, site: Site) -> str:
     command, tell = job.shell(), 'kill -TERM "$child"'
     # SLURM_JOB_ID of an array's last task is the number of the whole array.
     me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
-    left = INTERRUPTED if job.saves else DIED
+    # A stage that is no run has no checkpoint, and what broke it would break it again.
+    left, broke = (INTERRUPTED, BROKE) if job.saves else (DIED, "none")
     if job.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
         # Jobs of several runs may share a first node, so one port for all would clash.
@@ -89,7 +97,7 @@ def script(job: Job, site: Site) -> str:
             + job.shell("$host", "$port")
         )
         tell = f'scancel --signal=TERM "{me}"'
-    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, me=me)
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, broke=broke, me=me)
 
 
 def _quoted(option: str) -> str:

@@ -17,8 +17,8 @@ PATIENCE = 600  # seconds that processes have for saving when they are told to l
 def main(argv: Sequence[str]) -> int:
     """Run the processes of this node to their end.
 
-    Returns 0 when all finished; 75 when the run was told to leave or one of them says so; else what the first
-    one that failed ended with.
+    Returns 0 when all finished; 75 when the run was told to leave or one of them says so; 2 when one of them
+    met a mistake of the user's; else what the first one that failed ended with.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         # One rank that was told to leave makes the others fail in their next collective: its code counts.
         codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
         # A process that a signal ended has a negative code, which no process can exit with.
-        return INTERRUPTED if INTERRUPTED in codes else next((code for code in codes if code > 0), 1)
+        return next((code for code in (INTERRUPTED, 2, *codes) if code in codes and code > 0), 1)
     except SignalException:
         return INTERRUPTED  # what was committed counts, and the same command goes on from there
     return 0
