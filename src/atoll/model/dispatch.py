@@ -118,6 +118,7 @@ class Dispatch:
         weights: of every expert for every row `(B, K)`; 0 is not evaluated.
 
     Attributes:
+        weights: those, in host memory.
         numbers: experts with any weight, rising.
         calls: evaluations of each expert on one sample `(K)`, in one run.
     """
@@ -125,7 +126,7 @@ class Dispatch:
     def __init__(
         self, weights: Float[Tensor, "B K"], cond: Condition, before: "Dispatch | None" = None
     ) -> None:
-        host = weights.detach().cpu()  # one look at the device for all experts
+        self.weights = host = weights.detach().cpu()  # one look at the device for all experts
         known = {} if before is None else before._parts
         self._parts: dict[int, _Part] = {}
         for number in range(host.shape[1]):

@@ -328,7 +328,7 @@ class Sampler:
                     torch.tensor(self.bank.k), len(self.bank)
                 ).to(both)
             self._dispatch = Dispatch(both, self._both, self._dispatch)
-            self.weights = weights.float().cpu()
+            self.weights = self._dispatch.weights[: len(x_t), : self.bank.k].float()
             served = [set[int]() for _ in self.rows]
             branches = [*range(len(self.rows)), *self._guided]
             for expert in self._dispatch.numbers:
