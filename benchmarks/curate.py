@@ -410,7 +410,7 @@ TINY_TEXT = (*SMALL, "monolith=false", "data.text_length=8")
 def tail(options: argparse.Namespace, scratch: Path) -> None:
     """Rare and common concepts by single network and ensemble, as they are and drawn by weight."""
     if options.quick:
-        models, options.n = {}, 3
+        models, options.n = {}, 2
         how, templates = {"steps": 2}, ("{}",)
         for name, more in (("islands", ()), (f"islands{WEIGHTED}", EVEN)):
             entry = Entry(name, (*TINY_TEXT, *more), rebalanced=bool(more))
