@@ -66,9 +66,9 @@ from atoll.base.pictures import grid, png
 from atoll.base.text import words_of
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import audit_stage, index_stage
+from atoll.curate.concepts import Finder, Vocabulary
 from atoll.curate.fit import fit
 from atoll.curate.tail import KINDS, REAL, RESULTS, TailPrompts, evaluate_stage, tail_stage
-from atoll.curate.vocabulary import Finder, Vocabulary
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import LOOKS, fingerprint_job
 from atoll.data.duplicates import dedupe as left_out

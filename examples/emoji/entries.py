@@ -17,7 +17,7 @@ from harness import train as train_all
 
 from atoll.base.text import words_of
 from atoll.campaign.folder import Campaign
-from atoll.curate.vocabulary import nouns
+from atoll.curate.concepts import nouns
 
 FRESH = (3, 4, 5)
 """Seeds that are reported. The single network's batch and rate were chosen on seed 0; the islands' rate was

@@ -14,7 +14,7 @@ import torch
 from atoll.base.text import percent, words_of
 from atoll.campaign.folder import Campaign
 from atoll.curate.audit import ConceptCounts, count, evenness, spread
-from atoll.curate.vocabulary import FLOOR, TEXT, Finder, Vocabulary, linear, write_hits
+from atoll.curate.concepts import FLOOR, TEXT, Finder, Vocabulary, linear, write_hits
 from atoll.data.cluster_map import telling
 from atoll.encoders.vision import ClipEncoder, extractor
 from curate.conftest import Said

@@ -13,7 +13,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable, findings, of_clusters
 from atoll.cli import main as cli
 from atoll.curate.aesthetics.stages import COLUMN
-from atoll.curate.vocabulary import Finder, Vocabulary
+from atoll.curate.concepts import Finder, Vocabulary
 from atoll.data.weights import candidates
 from curate.conftest import Said
 from helpers import refused

@@ -10,7 +10,7 @@ import pytest
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan
 from atoll.cli import main as cli
-from atoll.curate.vocabulary import Finder, Vocabulary
+from atoll.curate.concepts import Finder, Vocabulary
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.partition import load

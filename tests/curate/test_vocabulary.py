@@ -7,7 +7,7 @@ import pytest
 
 from atoll.base.errors import DataError
 from atoll.base.text import words_of
-from atoll.curate.vocabulary import LONGEST, Finder, Vocabulary, forms, lemmas, nouns
+from atoll.curate.concepts import LONGEST, Finder, Vocabulary, forms, lemmas, nouns
 
 
 def hits(concepts: list[str], caption: str, match: str = "phrase") -> list[str]:

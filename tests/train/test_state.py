@@ -56,7 +56,7 @@ def save(
 def resume(store: Store, log: Log, state: TrainState, learned: dict[str, float]) -> bool:
     found = newest(store, log)
     if found is not None:
-        restore(state, found[0], found[2], learned)
+        restore(state, *found, learned)
     return found is not None
 
 

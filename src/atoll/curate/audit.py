@@ -23,8 +23,8 @@ from atoll.base.table import Table, measured, text
 from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
-from atoll.curate import vocabulary as concepts
-from atoll.curate.vocabulary import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
+from atoll.curate import concepts
+from atoll.curate.concepts import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
 from atoll.data.cluster_map import telling
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet

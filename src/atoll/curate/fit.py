@@ -16,7 +16,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.format import File
 from atoll.base.text import words_of
-from atoll.curate.vocabulary import numeric, read_table
+from atoll.curate.concepts import numeric, read_table
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]

@@ -24,7 +24,7 @@ from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import MEAN, scores_of
 from atoll.curate.audit import caption_hits, chunks, hits_of, vocabulary_of
-from atoll.curate.vocabulary import IMAGE, TEXT, Vocabulary
+from atoll.curate.concepts import IMAGE, TEXT, Vocabulary
 from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.weights import candidates, producer_of, write_weights
 

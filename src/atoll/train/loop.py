@@ -146,7 +146,7 @@ class _Run:
             newest = checkpoint.newest(self.run, self.log)
             if newest is None:
                 return None
-            name, _, (commit, content) = newest
+            name, (commit, content) = newest
             blobs.update(content)
             return name, commit
 

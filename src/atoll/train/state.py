@@ -278,14 +278,14 @@ def _tensors(blobs: dict[str, bytes], file: str) -> dict[str, Tensor]:
 Loaded = tuple[Commit, dict[str, bytes]]  # content of COMMIT.json and the blobs
 
 
-def newest(store: Store, log: Log) -> tuple[str, str, Loaded] | None:
-    """Name, hash and content of the newest whole checkpoint; damaged ones on the way are set aside."""
+def newest(store: Store, log: Log) -> tuple[str, Loaded] | None:
+    """Name and content of the newest whole checkpoint; damaged ones on the way are set aside."""
     for entry in reversed(log.commits()):
         name, hashed = entry.checkpoint, entry.sha256
         if not store.list(name):
             continue  # pruned
         try:
-            return name, hashed, load(store, name, hashed)
+            return name, load(store, name, hashed)
         except (Absent, Damaged) as error:  # a store that does not answer says nothing about a checkpoint
             say(f"warning: checkpoint set aside: {error}")
             log.append("set_aside", checkpoint=name, reason=str(error))

@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.safe_parse import read_yaml
-from atoll.curate.vocabulary import read_table
+from atoll.curate.concepts import read_table
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
 

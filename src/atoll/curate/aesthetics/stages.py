@@ -21,7 +21,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
 from atoll.curate.aesthetics.scale import Labels
 from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
-from atoll.curate.vocabulary import numeric, read_table
+from atoll.curate.concepts import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
