@@ -1,5 +1,8 @@
 """Pictures that keep their aspect, from a folder to samples of two sizes."""
 
+import asyncio
+import base64
+import io
 import json
 import os
 import shutil
@@ -10,8 +13,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from atoll.base.errors import AtollError, ConfigError
@@ -26,7 +31,10 @@ from atoll.data.dataset import DataSet
 from atoll.data.partition import load
 from atoll.export.pipeline import AtollPipeline
 from atoll.measure.comparison import compare
+from atoll.model.generation import Residency
 from atoll.model.model import Model
+from atoll.serve.server import open_app
+from atoll.serve.settings import ServeSettings
 from atoll.train.run import train_run
 from atoll.train.tasks import DenoiserTask
 from helpers import (
@@ -134,6 +142,43 @@ def test_pictures_of_two_sizes(made: Path) -> None:
         model("a", size="64x8")
     with pytest.raises(ConfigError, match="'wide' is no size"):
         model("a", size="wide")
+
+
+@pytest.mark.parametrize("residency", [None, Residency(experts=1, prefetch=False)])
+def test_a_server_draws_every_size_as_the_model_does(made: Path, residency: Residency | None) -> None:
+    """Requests of all sizes under way together, also where their experts take turns on the device."""
+    campaign = Campaign.open(made)
+    app, engine = open_app(str(made), ServeSettings(residency=residency or Residency()))
+    engine.start()
+    model, (width, height) = opened(made), (2 * 8 * factor(made),) * 2
+
+    async def ask(client: httpx.AsyncClient, size: str | None, steps: int) -> httpx.Response:
+        body = {"prompt": "a red square", "seed": 5, "steps": steps, "n": 2, "routing": "once", "size": size}
+        return await client.post("/v1/images/generations", json=body)
+
+    async def all_sizes() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            while (await client.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.05)
+            (about, *_) = (await client.get("/v1/models")).json()["data"]
+            assert about["atoll"]["size"] == f"{width}x{height}" and len(about["atoll"]["sizes"]) == 3
+            refused = await ask(client, "8x8", 2)
+            assert refused.status_code == 400 and "valid: auto, " in refused.json()["error"]["message"]
+            sizes = [None, "auto", *about["atoll"]["sizes"]]
+            return await asyncio.gather(*(ask(client, size, 3 + n) for n, size in enumerate(sizes)))
+
+    try:
+        answers = asyncio.run(all_sizes())
+    finally:
+        engine.drain(5)
+    for n, answer in enumerate(answers):
+        size, data = answer.json()["size"], answer.json()["data"]
+        how = campaign.config.sampling.with_(seed=5, steps=3 + n, routing="once", size=size)
+        for picture, image in zip(data, model(["a red square"], 2, how).images, strict=True):
+            drawn = Image.open(io.BytesIO(base64.b64decode(picture["b64_json"])))
+            assert f"{drawn.width}x{drawn.height}" == size and drawn.tobytes() == image.tobytes()
+    assert len({answer.json()["size"] for answer in answers}) == 3
 
 
 def test_the_pipeline_takes_height_and_width(made: Path) -> None:

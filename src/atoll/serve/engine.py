@@ -20,6 +20,7 @@ from atoll.base.console import say
 from atoll.base.device import using_threads
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.preemption import leak_thread
+from atoll.base.text import Size, parse_size
 from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.sampler import Row, Sampler
@@ -53,6 +54,8 @@ class Failed:
 
 
 Event = Drawn | Failed
+Lane = tuple[str, torch.Size]
+"""Name of a model and shape of its latents: what the rows of one batch have in common."""
 
 
 @dataclass(eq=False)
@@ -114,7 +117,7 @@ class Engine:
 
     Attributes:
         opened: the models, once they are loaded.
-        sizes: width and height of a picture of each model.
+        sizes: those that each model draws; the first is its default.
         error: why it failed.
     """
 
@@ -123,14 +126,14 @@ class Engine:
     ) -> None:
         self.settings, self.metrics, self.state = settings, metrics, LOADING
         self.opened: dict[str, Model] = {}
-        self.sizes: dict[str, tuple[int, int]] = {}
+        self.sizes: dict[str, list[Size]] = {}
         self.error: Exception | None = None
         self.names = list(models)
         self._models = models
         self._arrivals: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._pending: deque[Sampler] = deque()
-        self._running: dict[str, Sampler] = {}
-        self._turns: dict[str, int] = {}
+        self._running: dict[Lane, Sampler] = {}
+        self._turns: dict[Lane, int] = {}
         self._batch = settings.batch
         # Work is pixels x steps; other threads add to what is outstanding, the engine takes from it.
         self._lock, self._outstanding, self._rate = threading.Lock(), 0.0, 0.0
@@ -144,12 +147,12 @@ class Engine:
         self._thread.start()
 
     def about(self, name: str, routing: str = "") -> dict[str, Any] | None:
-        """Size, condition, experts and defaults of a model, for clients; None until it is loaded."""
+        """Sizes, condition, experts and defaults of a model, for clients; None until it is loaded."""
         if name not in self.sizes:
             return None
-        model, (width, height) = self.opened[name], self.sizes[name]
+        model, sizes = self.opened[name], [f"{width}x{height}" for width, height in self.sizes[name]]
         how = model.generation.for_condition(model.card.condition)
-        facts: dict[str, Any] = {"size": f"{width}x{height}", "condition": model.card.condition}
+        facts: dict[str, Any] = {"size": sizes[0], "sizes": sizes, "condition": model.card.condition}
         facts |= {"steps": how.steps, "guidance": how.guidance}
         if model.bank.router is not None:
             facts |= {"routing": routing or str(how.routing), "experts": model.bank.k}
@@ -180,7 +183,7 @@ class Engine:
         self._arrivals.put(job)  # the engine's thread encodes the texts: torch belongs to it alone
 
     def _work(self, name: str, generation: Generation, count: int) -> float:
-        width, height = self.sizes[name]
+        width, height = parse_size(generation.size) if generation.size else self.sizes[name][0]
         return float(width * height * generation.steps * count)
 
     def drain(self, seconds: float) -> bool:
@@ -208,7 +211,8 @@ class Engine:
                 for name, model in self.opened.items():
                     prompt = {"text": ("a",), "class": ("0",), "none": ()}[model.card.condition]
                     job = Job(name, prompt, model.generation.with_(steps=1), tell=lambda event: None)
-                    self.sizes[name] = model.pictures(_begin(job, model).run())[0].size
+                    size = model.pictures(_begin(job, model).run())[0].size
+                    self.sizes[name] = [size, *(other for other in model.sizes if other != size)]
                 self.state = READY
                 while not self._stop.is_set():
                     self._turn()
@@ -244,34 +248,34 @@ class Engine:
                     self._fail(job, Failed("internal_error", reason))
 
         # Rows that nobody waits for any more go before a step is spent on them.
-        for name, sampler in list(self._running.items()):
-            self._keep(name, self._wanted(sampler))
+        for lane, sampler in list(self._running.items()):
+            self._keep(lane, self._wanted(sampler))
         wanted = [(sampler, self._wanted(sampler)) for sampler in self._pending]
         self._pending = deque(_rows(sampler, kept) for sampler, kept in wanted if kept)
 
-        # What waits longest joins the rows of its model, as far as there is room.
+        # What waits longest joins the rows of its model and size, as far as there is room.
         waiting: deque[Sampler] = deque()
-        full = set[str]()
+        full = set[Lane]()
         for sampler in self._pending:
-            name = sampler.rows[0].owner.job.model
-            there = self._running.get(name)
+            lane = _lane(sampler)
+            there = self._running.get(lane)
             # Where one has no room, none after it has: a large request would else wait for ever.
-            if name in full or (there is not None and len(there.rows) + len(sampler.rows) > self._batch):
-                full.add(name)
+            if lane in full or (there is not None and len(there.rows) + len(sampler.rows) > self._batch):
+                full.add(lane)
                 waiting.append(sampler)
-            elif there is not None and not there.can_join(sampler, sampler.bank.capacity):
+            elif not all(one.can_join(sampler, one.bank.capacity) for one in self._of_model(lane[0])):
                 waiting.append(sampler)
             else:
                 for job in {row.owner.job for row in sampler.rows if row.owner.job.started is None}:
                     job.started = time.monotonic()
                     self.metrics.queue_wait.observe(job.started - job.accepted)
-                self._running[name] = sampler if there is None else Sampler.merge([there, sampler])
+                self._running[lane] = sampler if there is None else Sampler.merge([there, sampler])
         self._pending = waiting
 
-        for name, sampler in list(self._running.items()):
+        for lane, sampler in list(self._running.items()):
             started, rows = time.monotonic(), len(sampler.rows)
             jobs = [(row.owner.job, row.generation.steps) for row in sampler.rows]
-            self._advance(name)
+            self._advance(lane)
             seconds = time.monotonic() - started
             # How fast work is done says when to come again, so it follows the machine smoothly.
             rate = sum(job.work / job.count / steps for job, steps in jobs) / max(seconds, 1e-9)
@@ -297,15 +301,18 @@ class Engine:
             self._fail(job, Failed("deadline_exceeded", "the request took longer than this server allows"))
         return not job.waiting
 
-    def _advance(self, name: str) -> None:
-        """One step of a model's rows."""
-        sampler = self._running[name]
+    def _of_model(self, name: str) -> list[Sampler]:
+        return [sampler for lane, sampler in self._running.items() if lane[0] == name]
+
+    def _advance(self, lane: Lane) -> None:
+        """One step of the rows of a model and size."""
+        sampler = self._running[lane]
         turn = sampler.experts  # of the rows that were there before: those that begin have none yet
         try:
             _step(sampler)
         except torch.OutOfMemoryError as error:
             # Fewer rows from now on; those that have no room wait for it, before everybody else.
-            del self._running[name]
+            del self._running[lane]
             count = len(sampler.rows)
             if count == 1:
                 reason = "there is not enough memory for this request"
@@ -317,7 +324,7 @@ class Engine:
         except Exception:
             # Each row alone, so that only the request falls whose row cannot be evaluated.
             self.metrics.failed_batches.inc()
-            del self._running[name]
+            del self._running[lane]
             whole = []
             for n, row in enumerate(sampler.rows):
                 if not row.owner.job.waiting:
@@ -333,11 +340,11 @@ class Engine:
             whole = [alone for alone in whole if alone.rows[0].owner.job.waiting]
             if not whole:
                 return
-            self._running[name] = sampler = Sampler.merge(whole)
+            self._running[lane] = sampler = Sampler.merge(whole)
         self.metrics.count(sampler)
 
         # Partial and finished pictures are handed out; rows that are done leave.
-        model, kept = self.opened[name], list[int]()
+        model, kept = self.opened[lane[0]], list[int]()
         for n, row in enumerate(sampler.rows):
             if row.step == row.generation.steps:
                 self._give(model, row, sampler.x[n : n + 1], None)
@@ -346,27 +353,29 @@ class Engine:
                 if step == row.step - 1:
                     self._give(model, row, sampler.estimates([n]), index)
             kept.append(n)
-        self._keep(name, [n for n in kept if sampler.rows[n].owner.job.waiting])
-        self._share(name, turn)
+        self._keep(lane, [n for n in kept if sampler.rows[n].owner.job.waiting])
+        self._share(lane, turn)
 
-    def _share(self, name: str, turn: frozenset[int]) -> None:
+    def _share(self, lane: Lane, turn: frozenset[int]) -> None:
         """Where not all experts stay on the device: rows of the same ones step, others wait their turn.
 
         Every row would else want its own expert at each step, and experts would be brought at each.
         """
-        sampler = self._running.get(name)
+        sampler = self._running.get(lane)
         if sampler is None or sampler.bank.capacity >= sampler.bank.k:
             return
         stay, leave = sampler.split(sampler.bank.capacity, turn)
-        waiting = any(one.experts for one in self._pending if one.rows[0].owner.job.model == name)
-        self._turns[name] = self._turns.get(name, 0) + 1
-        if self._turns[name] >= SLICE and (waiting or leave):
-            stay, leave, self._turns[name] = [], [*leave, stay], 0
+        waiting = any(one.experts for one in self._pending if _lane(one)[0] == lane[0])
+        self._turns[lane] = self._turns.get(lane, 0) + 1
+        # Rows of other sizes have the same experts' places: a size that just began gives way to them.
+        crowded = not all(one.can_join(sampler, one.bank.capacity) for one in self._of_model(lane[0]))
+        if crowded or (self._turns[lane] >= SLICE and (waiting or leave)):
+            stay, leave, self._turns[lane] = [], [*leave, stay], 0
         if leave:
             # Rows under way go on before new ones begin, those that have waited longest first.
             order = [*self._pending, *(sampler.take(group) for group in leave)]
             self._pending = deque(sorted(order, key=lambda one: not one.experts))
-            self._keep(name, stay)
+            self._keep(lane, stay)
 
     def _give(self, model: Model, row: Row, latent: torch.Tensor, index: int | None) -> None:
         """Hand a picture to who asked for it; with an index, a partial one."""
@@ -390,10 +399,10 @@ class Engine:
             self._release(job)
         job.tell(Drawn(number, image, None, picture.routing))
 
-    def _keep(self, name: str, kept: Sequence[int]) -> None:
-        sampler = self._running.pop(name)
+    def _keep(self, lane: Lane, kept: Sequence[int]) -> None:
+        sampler = self._running.pop(lane)
         if kept:
-            self._running[name] = _rows(sampler, kept)
+            self._running[lane] = _rows(sampler, kept)
 
     def _fail(self, job: Job, failure: Failed) -> None:
         if job.waiting:
@@ -408,6 +417,10 @@ class Engine:
         job.waiting = 0
         with self._lock:
             self._outstanding = max(0.0, self._outstanding - job.work)
+
+
+def _lane(sampler: Sampler) -> Lane:
+    return sampler.rows[0].owner.job.model, sampler.x.shape[1:]
 
 
 def _rows(sampler: Sampler, kept: Sequence[int]) -> Sampler:

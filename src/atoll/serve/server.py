@@ -186,7 +186,7 @@ def create_app(
             else:
                 entry["b64_json"] = base64.b64encode(content).decode()
             data.append(entry)
-        width, height = engine.sizes[job.model]
+        width, height = done[0].image.size
         about = {"output_format": kind, "size": f"{width}x{height}", "model": job.model}
         return JSONResponse({"created": int(time.time()), "data": data, **about})
 
@@ -198,10 +198,10 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
     if engine.state != READY:
         raise ApiError(503, f"the server is {engine.state}", engine.state, after=5)
     name, routing = split_model(asked.model, engine.names)
-    model, (width, height) = engine.opened[name], engine.sizes[name]
-    count, size = asked.n or 1, asked.size
-    if size not in (None, "auto", f"{width}x{height}"):
-        what = f"this model draws no pictures of {size[:40]!r}: valid: auto, {width}x{height}"
+    model, count, size = engine.opened[name], asked.n or 1, None if asked.size == "auto" else asked.size
+    sizes = [f"{width}x{height}" for width, height in engine.sizes[name]]
+    if size not in (None, *sizes):
+        what = f"this model draws no pictures of {size[:40]!r}: valid: auto, {', '.join(sizes)}"
         raise ApiError(400, what, "invalid_size", "size")
     for param, refused, what in (
         ("n", count > settings.pictures, f"at most {settings.pictures} pictures a request"),
@@ -214,7 +214,8 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
             raise ApiError(400, f"{param}: {what}", "invalid_value", param)
     how = asked.model_dump(include={"seed", "steps", "guidance", "shift"}, exclude_none=True)
     # Without a seed a request gets one, which the answer tells, so that it can be drawn again.
-    generation = _generation(model, asked.routing or routing, **{"seed": secrets.randbits(31), **how})
+    how = {"seed": secrets.randbits(31), **how, "size": size}
+    generation = _generation(model, asked.routing or routing, **how)
     events: Events = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

@@ -6,7 +6,7 @@ const form = document.querySelector("#settings");
 const told = document.querySelector("#told");
 const another = document.querySelector("#another");
 const results = document.querySelector("#results");
-const DRAWN = ["prompt", "seed", "n", "steps", "guidance", "negative"];
+const DRAWN = ["prompt", "seed", "n", "steps", "guidance", "size", "negative"];
 let models = {}; // by name, as /v1/models tells
 let columns = []; // names of models and strategies that draw side by side
 let drawing = null; // what stops the drawing under way
@@ -34,6 +34,9 @@ async function begin() {
   form.guidance.placeholder = guidance;
   form.prompt.disabled = condition === "none";
   form.prompt.placeholder = { text: "describe the image", class: "class number", none: "no prompt" }[condition];
+  form.size.placeholder = first.atoll.size;
+  document.querySelector("#size-label").hidden = first.atoll.sizes.length < 2;
+  document.querySelector("#sizes").replaceChildren(...first.atoll.sizes.map((value) => make("option", { value })));
   document.querySelector("#negative-label").hidden = condition !== "text";
   document.querySelector("#examples").replaceChildren(
     ...(first.atoll.prompts ?? []).map((text) => make("button", { type: "button", onclick: () => (form.prompt.value = text) }, make("bdi", {}, text))),
@@ -117,6 +120,7 @@ async function stream(one, chosen, count, signal) {
   const numbers = Object.fromEntries(["seed", "steps", "guidance"].filter((name) => chosen[name] !== "").map((name) => [name, Number(chosen[name])]));
   const body = { prompt: form.prompt.disabled ? "" : chosen.prompt, model, n: count, stream: true, partial_images: 3, ...numbers };
   if (routing) body.routing = routing;
+  if (chosen.size) body.size = chosen.size;
   if (chosen.negative && models[model]?.atoll?.condition === "text") body.negative = chosen.negative;
   const answer = await ask("/v1/images/generations", { method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
   for await (const event of events(answer.body)) {
@@ -161,6 +165,7 @@ function panel(name, count, chosen) {
       image.src = `data:image/${event.output_format};base64,${event.b64_json}`;
       image.alt = `${chosen.prompt || "image"}, ${name}, number ${event.number + 1}${done ? "" : ", preview"}`;
       image.hidden = false;
+      frame.style.aspectRatio = event.size.replace("x", " / ");
       frame.classList.toggle("waiting", !done);
       frame.classList.toggle("small", Number(event.size.split("x")[0]) <= 64);
       if (done) below.replaceChildren(...about(event, name, chosen));
