@@ -46,9 +46,9 @@ CEILINGS: dict[str, float] = {
     "measure": 3_806,
     "report": 1_701,
     "export": 1_523,
-    "serve": 1_472,
+    "serve": 1_50,
     "curate": 2_722,
-    "tests": 30_827,
+    "tests": 30_867,
     "benchmarks": 3_857,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
     "tour": 4_568,

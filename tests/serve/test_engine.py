@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +30,9 @@ WAYS = [
     Generation(steps=4, guidance=2.5, routing="top-2 every 2", seed=1),
     Generation(steps=5, guidance=1.5, routing="nucleus(0.9)", seed=5),
 ]
+
+
+PLACE = "/v1/images/generations"
 
 
 class Client:
@@ -229,10 +234,45 @@ def test_a_client_that_leaves_leaves_no_request_behind(client: Client) -> None:
         pass
 
     app = create_app(client.engine, client.engine.settings)
-    scope = {"type": "http", "method": "POST", "path": "/v1/images/generations", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/images/generations"}
+    scope |= {"headers": [(b"content-type", b"application/json; charset=utf-8")]}
     scope |= {"query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1"}
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))  # it would else never end
     until(lambda: client.metric("atoll_images_waiting") == 0)
+
+
+def test_without_keys_only_its_own_pages_and_programs_are_answered(client: Client) -> None:
+    """A web page can make its visitor's browser ask, or point a name of its own at this server."""
+    here, names = "http://127.0.0.1:8000", ServeSettings(hosts=("images.example.org",))
+    app = create_app(client.engine, names)
+
+    async def ask(headers: dict[str, str], path: str = "/v1/models") -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=here) as browser:
+            post = path == PLACE
+            body = b'{"prompt": "1", "steps": 1}' if post else None
+            answer = await browser.request("POST" if post else "GET", path, headers=headers, content=body)
+            assert answer.status_code == 200 or "message" in answer.json()["error"]
+            return answer.status_code
+
+    json_type = {"Content-Type": "application/json"}
+    for path in ("/", "/v1/models", PLACE):
+        for host in ("127.0.0.1:8000", "[::1]:8000", "LOCALHOST", "images.example.org", socket.gethostname()):
+            for scheme in ("http", "https"):
+                own = {**json_type, "Host": host, "Origin": f"{scheme}://{host}"}
+                assert asyncio.run(ask(own, path)) == 200
+        for foreign in (
+            {"Host": "rebound.example.com:8000"},
+            {"Host": "images.example.org.example.com"},
+            {"Host": "["},
+            {"Host": ""},
+            {"Origin": "http://example.com"},
+            {"Origin": "http://127.0.0.1:8001"},
+            {"Origin": "null"},
+        ):
+            assert asyncio.run(ask({**json_type, **foreign}, path)) == 403
+    for plain in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert asyncio.run(ask(plain, PLACE)) == 415
+    assert client.metric("atoll_rejected_total", reason="origin") == 21
 
 
 def test_draining_finishes_what_was_accepted(serving: Serving) -> None:

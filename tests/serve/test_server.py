@@ -22,7 +22,7 @@ from helpers import command, refused
 from serve.conftest import pixels
 from serve.process import KEY, Server
 
-HEADERS = {"Authorization": f"Bearer {KEY}"}
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 PLACE = "/v1/images/generations"
 
 

@@ -51,6 +51,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 WRONG = [{name: value} for name, values in WRONG_VALUES.items() for value in values]
 WRONG += [{"stream": True, "partial_images": 4}, {"stream": True, "response_format": "url"}]
 NOT_FOUND = ("gpt-image-1", "student")
+JSON = {"Content-Type": "application/json"}
 BODIES = [
     b"",
     b"null",
@@ -192,7 +193,7 @@ class Soak:
         else:
             content = BODIES[number - len(WRONG)]
             status = 413 if len(content) > 200_000 else 400
-        answer = await self.until_answered(lambda: client.post(PLACE, content=content))
+        answer = await self.until_answered(lambda: client.post(PLACE, content=content, headers=JSON))
         error = answer.json()["error"]
         told = error["message"] and error["code"]
         assert answer.status_code == status and told, (content[:80], answer.text)

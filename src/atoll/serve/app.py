@@ -4,11 +4,14 @@ import asyncio
 import hmac
 import logging
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -124,20 +127,26 @@ class Keys:
     """What a request must bring.
 
     Args:
-        keys: one of which it must; none lets everybody in.
+        keys: one of which it must; without any, requests of foreign web pages alone are refused.
         metrics: where refusals are counted.
         open_paths: paths that answer without one; one that ends in a slash stands for all below it.
+        hosts: names of this server beside its addresses, `localhost` and the machine's own.
     """
 
-    def __init__(self, keys: Sequence[str], metrics: Metrics, open_paths: Collection[str]) -> None:
+    def __init__(
+        self, keys: Sequence[str], metrics: Metrics, open_paths: Collection[str], hosts: Sequence[str] = ()
+    ) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
         self._metrics, self._open = metrics, open_paths
+        self._hosts = {"localhost", socket.gethostname().lower(), *(name.lower() for name in hosts)}
         self._below = tuple(path for path in open_paths if path.endswith("/") and path != "/")
 
     async def __call__(self, request: Request) -> None:
-        """Let a request in; `ApiError` if it brings no valid key."""
+        """Let a request in; `ApiError` if it brings no valid key, or without keys comes of a foreign page."""
         path = request.url.path
-        if not self._digests or path in self._open or path.startswith(self._below):
+        if not self._digests:
+            return self._check_origin(request.headers.get("host"), request.headers.get("origin"))
+        if path in self._open or path.startswith(self._below):
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = sha256(key.strip().encode()).digest()
@@ -146,6 +155,23 @@ class Keys:
         if scheme.lower() != "bearer" or not any(known):
             self._metrics.rejected.labels("key").inc()
             raise ApiError(401, "no valid key: send 'Authorization: Bearer KEY'", "invalid_api_key")
+
+    def _check_origin(self, host: str | None, origin: str | None) -> None:
+        # Any web page can make its visitor's browser send requests to this address, and read the answers if a
+        # name of its own is pointed here (DNS rebinding). An address as host cannot have been pointed.
+        if host is None:
+            return
+        name, problem = host.rpartition(":")[0] if re.search(r":\d*$", host) else host, ""
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            if name.lower() not in self._hosts:
+                problem = f"{name[:100]!r} is no name of this server: set hosts, or use keys"
+        if origin is not None and origin.partition("://")[2] != host:
+            problem = problem or f"pages of {origin[:100]!r} may not use this server: use keys"
+        if problem:
+            self._metrics.rejected.labels("origin").inc()
+            raise ApiError(403, problem, "forbidden_origin")
 
 
 class RequestLog:

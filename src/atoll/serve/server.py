@@ -75,7 +75,7 @@ def create_app(
 
     `clusters` are what is known of the experts' by number, `examples` prompts to try.
     """
-    app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES)))
+    app = new_app(Keys(keys, engine.metrics, (*OPEN, *OPEN_PAGES), settings.hosts))
     add_pages(app, True, dashboard)
     linked: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
     started = int(time.time())
@@ -131,6 +131,9 @@ def create_app(
 
     @app.post("/v1/images/generations", openapi_extra={"requestBody": {"content": body_schema}})
     async def generations(request: Request) -> Response:
+        # Browsers send JSON to another origin only after asking for leave, which is never given.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "send the header 'Content-Type: application/json'", "invalid_content_type")
         # The body is read and bounded here: FastAPI would read all of it before anything could refuse it.
         body = bytearray()
         try:
@@ -367,7 +370,7 @@ def open_app(
 
 def watch(campaign: Campaign, settings: ServeSettings, keys: Sequence[str] = ()) -> None:
     """Show how a campaign stands, as a page, until SIGTERM or SIGINT."""
-    app = new_app(Keys(keys, Metrics(), OPEN_PAGES))
+    app = new_app(Keys(keys, Metrics(), OPEN_PAGES, settings.hosts))
     add_pages(app, False, Dashboard(campaign))
     _listen_and_run(app, settings, keys, "dashboard", asyncio.Event.wait)
 

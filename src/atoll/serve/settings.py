@@ -14,6 +14,9 @@ class ServeSettings(Config):
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback should have keys."""
+    hosts: tuple[str, ...] = ()
+    """Names under which a server without keys is reached, such as a proxy's. Addresses, `localhost` and the
+    machine's own name always are."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free one."""
     batch: int = Field(default=32, ge=1, le=4096)
