@@ -24,8 +24,9 @@ from atoll.base.preemption import Interrupted
 from atoll.campaign.assemble import assemble
 from atoll.campaign.data_spec import data_spec
 from atoll.campaign.folder import Campaign
+from atoll.campaign.gpus import load_gpus
 from atoll.campaign.measured import Comparison
-from atoll.campaign.plan import load_gpus, make_plan
+from atoll.campaign.plan import make_plan
 from atoll.campaign.runs import experts_of
 from atoll.data.dataset import DataSet
 from atoll.data.partition import load

@@ -1,6 +1,7 @@
 """What a campaign will cost: the arithmetic, what is assumed when, and what does not fit."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.budget import divide
 from atoll.campaign.data_spec import DataSpec, data_spec
 from atoll.campaign.folder import Campaign, new
-from atoll.campaign.plan import Gpu, Plan, RunCost, denoiser_footprint, lines, load_gpus, make_plan
+from atoll.campaign.gpus import Gpu, load_gpus
+from atoll.campaign.plan import Plan, RunCost, denoiser_footprint, lines, make_plan
 from atoll.campaign.prepare import encode_stage, ingest_stage
 from atoll.campaign.runs import Run as Training
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -246,6 +248,57 @@ def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
     refused(run(*argv, "small"), "use --gpu a10g")
 
 
+# Drawing.
+
+
+def test_drawing_takes_the_networks_that_stay_and_a_batch_at_guidance() -> None:
+    plan = planned([100, 300], student={"stock": False})
+    expert, router, student = (
+        plan.runs[Training(*run)] for run in (("expert", 0), ("router",), ("student",))
+    )
+    weights = 2 * (2 * expert.footprint.parameters + router.footprint.parameters)
+    image = max(cost.footprint.drawing for cost in plan.runs.values())
+    beside = {"sample": 0, "serve": 0, "compare": 2 * student.footprint.parameters * 2}
+    for row in plan.drawing:
+        assert row["state"] == weights + beside[row["run"]]
+        assert row["plain"] == pytest.approx(row["state"] + OVERHEAD + row["batch"] * 2 * image)
+    assert [row["batch"] for row in plan.drawing] == [64, 32, 10]
+
+    # As the settings of sampling say: less guidance, more bytes a number, fewer experts.
+    wide, unguided = (
+        planned([100, 300], sampling=sampling).drawing[0]
+        for sampling in ({"residency": {"dtype": "float32"}}, {"guidance": 1.0})
+    )
+    assert wide["plain"] - OVERHEAD == pytest.approx(2 * (weights + 128 * image))
+    assert unguided["plain"] - OVERHEAD == pytest.approx(weights + 64 * image)
+    one = {"residency": {"experts": 1, "prefetch": False}}
+    assert planned([100, 300], sampling=one).drawing[0]["state"] == weights - 2 * expert.footprint.parameters
+
+
+@pytest.mark.parametrize("memory", [3.5, 2.5, 2.39])
+def test_what_is_printed_fits_when_it_is_pasted(run: Run, tmp_path: Path, memory: float) -> None:
+    table, changes = tmp_path / "table.yaml", {"network": {"heads": 8, "head_width": 64, "depth": 4}}
+    own = {"train": {"parallel": {"checkpointing": True}}}
+    folder = write_campaign(tmp_path / "c", {**changes, "islands": {1: own}, "compare": {"batch": 8192}})
+    table.write_text(f"small: {{memory_gib: {memory}, tflops: 1, utilisation: 0.5, usd_per_hour: 0}}")
+    argv = ["plan", folder, "--table", table, "--gpu", "small", "--gpus", "2"]
+    first = run(*argv)
+    pasted = [word for line in first.out.splitlines() if line.startswith("to ") for word in shlex.split(line)]
+    settings = [word for word in pasted if "=" in word]
+    assert bool(settings) == ("--set" in first.out), first
+    again = run(*argv, *(word for setting in settings for word in ("--set", setting)))
+    assert (len(settings) > 0, again.code) == (memory < 3.5, 0), again
+    assert "--set" not in again.out and "DOES NOT FIT" not in again.out
+
+
+def test_gpus_that_wait_for_their_host_are_told_to_be_fewer() -> None:
+    table = {"h100": Gpu(memory_gib=80, tflops=1, utilisation=1, usd_per_hour=3)}
+    notes = {gpus: planned([100, 300], gpus, table).notes for gpus in (1, 4)}
+    assert not any("to start it" in note for note in notes[1])
+    (expert,) = (note for note in notes[4] if note.startswith("expert 0") and "to start it" in note)
+    assert "4 images a GPU take" in expert and expert.endswith("use --gpus 1")
+
+
 # The paper's campaign.
 
 
@@ -421,5 +474,5 @@ def test_the_plan_runs_as_the_settings_say_and_else_says_how_to(run: Run, tmp_pa
     said = run(*argv)
     assert said.code == 0 and "sharded: 32.8" in said.out and "--set" not in said.out.split("Bytes:")[0]
     plain = run(*argv, "--set", "train.parallel.strategy=ddp")
-    assert "experts 0-7, each: --set train.parallel.micro_batch=8" in plain.out
+    assert "\nto run so: --set train.parallel.micro_batch=8\n" in plain.out
     assert plain.code == 0

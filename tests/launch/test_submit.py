@@ -183,6 +183,44 @@ def test_mistakes_are_one_line(
     refused(run("launch", made, *(part for s in sets for part in ("--set", s))), *words)
 
 
+def test_a_network_that_is_large_for_cpus_is_not_left_to_them_in_silence(tmp_path: Path, run: Run) -> None:
+    large = {"network": {"family": "dit", "size": "S", "depth": None, "heads": None, "head_width": None}}
+    launch = {"data": {"workers": 1}, "slurm": {"partition": "gpu"}, "sky": {"workdir": "."}}
+    folder = write_campaign(tmp_path / "c", {**large, "launch": launch})
+
+    def warned(*argv: str) -> list[str]:
+        said = run("launch", folder, "--dry-run", *argv)
+        return [line for line in said.out.splitlines() if "CPUs" in line]
+
+    (slurm,) = warned("--on", "slurm")
+    assert slurm.startswith(
+        "warning: ingest (8 in all) would compute on CPUs: set launch.gpus and launch.data.gpus"
+    )
+    (data,) = warned("--on", "slurm", "--set", "launch.gpus=1")
+    assert data.startswith("warning: ingest (4 in all)")
+    gpus = ("--set", "launch.gpus=1", "--set", "launch.data.gpus=1")
+    assert warned("--on", "slurm", *gpus) == []
+    assert warned("--on", "slurm", "--set", "network.size=nano") == []
+    (here,) = warned()  # the tests' machine shows no GPU
+    assert "launch where a GPU is" in here
+
+
+def test_text_states_that_fill_disks_are_told_before_they_are_made(tmp_path: Path, run: Run) -> None:
+    text: dict[str, Any] = {"text_encoder": "google/t5-v1_1-xxl", "text_length": 120}
+    settings = {"condition": "text", "network.family": "pixart", "budget.samples": "1020000"}
+    settings |= {f"data.{name}": str(value) for name, value in text.items()}
+    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    states = "warning: text states may take up to 1 TB: encode in training, data.precompute_text=false"
+    assert states in run("new", tmp_path / "c", "--recipe", "cpu", *sets).out
+    rows = ("--set", "network.depth=1", "--set", "network.size=nano", "--rows")
+    assert states in run("plan", tmp_path / "c", *rows, "1020000").out
+    assert states not in run("plan", tmp_path / "c", *rows, "1010000").out
+    assert states in run("launch", tmp_path / "c", "--dry-run").out
+    for fewer in ("data.precompute_text=false", "budget.samples=1010000", "data.text_encoder=minilm"):
+        said = run("new", tmp_path / fewer, "--recipe", "cpu", *sets, "--set", fewer)
+        assert said.code == 0 and "text states" not in said.out
+
+
 def test_launch_settings_may_change_after_the_start(made: Path) -> None:
     again = Campaign.open(made, ["launch.on=slurm"])
     assert again.config.launch.on == "slurm"

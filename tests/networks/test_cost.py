@@ -1,18 +1,26 @@
 """What a network costs: operations by hand and by torch's counter on the CPU, memory by real tensors."""
 
 import functools
+import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from atoll.base.safe_parse import read_yaml
 from atoll.campaign.budget import denoiser_flops
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.networks.cost import Float32Norms, Footprint, count, empty_condition, footprint
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.recipes import catalogue
 from atoll.train.state import Ema
 from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
 
@@ -82,6 +90,25 @@ def test_the_dit_of_the_paper() -> None:
     inside = 28 * attention(256, 256, 1152)
     assert flops.forward / 2 == pytest.approx(118.6e9, rel=0.01)
     assert 0.03 < inside / flops.forward < 0.06
+
+
+def test_the_figures_that_plans_go_by() -> None:
+    """Multiply-adds of a forward pass at 256 px, by depth, width and tokens; modulation once a sample."""
+    n, d, depth = 256, 1152, 28
+    block = n * (4 + 8) * d**2 + 2 * n**2 * d + (6 + 1) * d**2 + 256 * d
+    shape = DataShape(channels=4, size=32, classes=1000)
+    counted = denoiser_flops(NetworkConfig(family="dit", size="XL", patch=2), shape).forward / 2
+    assert counted == pytest.approx(depth * block + 2 * n * 16 * d, rel=0.001)
+    assert counted == pytest.approx(118.7e9, rel=0.001)
+
+    # The 3 B Flux of the recipe: text and image in one stream; queries, keys, values, four widths of MLP.
+    recipe = CampaignConfig.parse(read_yaml(catalogue.text("paper-3b"), ""), "")
+    n, d, depth = 256 + recipe.data.text_length, 2560, 30
+    block = n * (3 + 4 + 5) * d**2 + 2 * n**2 * d + 3 * d**2
+    shape = DataShape(channels=4, size=32, text_width=2048, text_length=recipe.data.text_length)
+    counted = denoiser_flops(recipe.network, shape).forward / 2
+    assert counted == pytest.approx(depth * block, rel=0.002)
+    assert counted == pytest.approx(804e9, rel=0.002)
 
 
 def test_the_cpu_counts_the_same_but_for_attention() -> None:
@@ -195,3 +222,43 @@ def test_more_network_is_more_memory_and_checkpointing_less(name: str) -> None:
     assert block < deep.checkpointed < deep.activations / 2
     # Beyond one whole block there are the inputs of the others, which are small.
     assert (deep.checkpointed - small.checkpointed) / 5 < block / 5
+
+
+class Held(TorchDispatchMode):
+    """The most bytes at any moment of what operations made and somebody holds."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        parts = [
+            [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), result)
+        ]
+        given, made = ({tensor.untyped_storage() for tensor in some} for some in parts)
+        for storage in made - given:  # a view lies in what it was given
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self.free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize(("name", "least"), [("dit", 0.9), ("pixart", 0.9), ("flux", 0.9), ("sd3", 0.6)])
+def test_drawing_holds_half_of_what_training_keeps_of_a_block(name: str, least: float) -> None:
+    """Two streams, as of SD3, are held one after the other: there the half is more than is needed."""
+    config = NetworkConfig.parse({"family": name, "size": "B", "depth": 4}, "")
+    shape = DataShape(channels=4, size=32, classes=10)
+    if name != "dit":
+        shape = DataShape(channels=4, size=32, text_width=768, text_length=77)
+    adapter, held = family(name), list[int]()
+    counted = footprint(lambda: adapter.build(config, shape), adapter.predict, shape, True)
+    with FakeTensorMode():
+        network = adapter.build(config, shape).eval()
+        for batch in (1, 3):
+            with torch.no_grad(), Held() as peak:  # type: ignore[no-untyped-call]
+                x = torch.empty(batch, 4, 32, 32)
+                adapter.predict(network, x, torch.empty(batch), empty_condition(shape, batch))
+            held.append(peak.most)
+    assert least < (held[1] - held[0]) / 2 / 2 / counted.drawing < 1.1  # of float32, so half in bf16

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 
 from atoll.base.config import commented, differences, is_loose, set_value, value_at
+from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
@@ -224,6 +225,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
         if read_yaml(store.get(YAML), store.name(YAML)) != tree:
             what = f"{store.name(YAML)} exists already, with other settings"
             raise ConfigError(what, "go on with it, edit it, or choose another folder") from None
+    for line in config.large_states():
+        say(line)
     return store.name(YAML)
 
 

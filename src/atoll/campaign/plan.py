@@ -4,26 +4,22 @@ Steps and operations are those of `budget.divide`, which the partition uses too.
 `networks/cost.py`. Time is operations over (GPUs x peak x assumed utilisation).
 """
 
+import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
-from importlib.resources import files
 from itertools import groupby, product
-from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from atoll.base.config import Config
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.safe_parse import expanded, read_lines, read_yaml
 from atoll.base.table import Column, Table, text
 from atoll.base.text import round_sig, sharing_sentence, size
 from atoll.campaign.budget import RunBudget, divide, router_arguments, too_small
 from atoll.campaign.data_spec import DataSpec, row_bytes, token_bytes
-from atoll.campaign.roles import BASELINE, RUNS
+from atoll.campaign.gpus import Gpu
+from atoll.campaign.roles import BASELINE, BESIDE, RUNS
 from atoll.campaign.runs import Run, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import ParallelConfig
@@ -41,40 +37,13 @@ EXPLAINED = (
     "checkpointing (ckpt), with the state sharded over the run's GPUs, and with both. Estimates: leave a "
     "margin."
 )
+STAGES = {"sample": 64, "serve": 32}
+"""Images that `atoll sample` draws at once, and `atoll serve` by default."""
+DECODING = 600 * 4 * 2**20
+"""Most bytes of an autoencoder's activations (`encoders.vae`)."""
+STARTING = 0.8e-3
+"""Seconds that a host takes to start the kernels of a block's training step: 134 counted, 6 us each."""
 SUFFIXES = {"baseline": ", one site", "extra": ", after them"}
-
-
-class Gpu(Config):
-    """One kind of GPU."""
-
-    memory_gib: float = Field(gt=0)
-    """Memory that a process can use, in GiB."""
-    tflops: float = Field(gt=0)
-    """Peak of dense bf16 matrix products, in TFLOP/s."""
-    utilisation: float = Field(gt=0, le=1)
-    """Share of the peak that training is assumed to reach (model FLOPs utilisation)."""
-    usd_per_hour: float = Field(ge=0)
-    """Price of one GPU, in US dollars an hour."""
-
-    @property
-    def memory(self) -> float:
-        """Memory in bytes."""
-        return self.memory_gib * 2**30
-
-
-def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
-    """The GPUs of `gpus.yaml`, with what the YAML file at `path` adds or changes."""
-    texts = [("gpus.yaml", files("atoll.campaign").joinpath("gpus.yaml").read_text(encoding="utf-8"))]
-    if path is not None:
-        texts.append((str(path), "\n".join(read_lines(expanded(path)))))
-    table = dict[str, dict[str, Any]]()
-    for where, content in texts:
-        tree = read_yaml(content, where)
-        if not isinstance(tree, dict) or not all(isinstance(values, dict) for values in tree.values()):
-            raise ConfigError(f"{where} is no table of GPUs", "write lines like 'h100: {usd_per_hour: 2.5}'")
-        for name, values in tree.items():
-            table[str(name)] = {**table.get(str(name), {}), **values}
-    return {name: Gpu.parse(values, f"{name} of {path or 'gpus.yaml'}") for name, values in table.items()}
 
 
 @dataclass(frozen=True)
@@ -88,6 +57,7 @@ class RunCost:
     gpus: int  # that it uses: at most one for each sample of a step
     gpu: Gpu
     parallel: ParallelConfig
+    place: str  # settings that hold `parallel`
     beside: float = 0.0  # bytes on every GPU for networks that do not learn: teachers, a text encoder
 
     @property
@@ -108,6 +78,17 @@ class RunCost:
         sharded = self.parallel.strategy == "fsdp" and self.gpus > 1
         way = (sharded, self.parallel.checkpointing, at_once < self.local_batch)
         return mode(self.footprint, self.gpus, at_once, *way)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Settings that have to be others for it to run in its `mode`."""
+        if (way := self.mode) is None or way == self.as_set:
+            return {}
+        some, wanted = way.micro_batch < self.local_batch, dict[str, Any](checkpointing=way.checkpointing)
+        wanted |= {"strategy": "fsdp" if way.sharded else "ddp"} if self.gpus > 1 else {}
+        wanted |= {"micro_batch": way.micro_batch if some else None}
+        new = {name: value for name, value in wanted.items() if value != getattr(self.parallel, name)}
+        return {f"{self.place}.parallel.{name}": value for name, value in new.items()}
 
     @cached_property
     def modes(self) -> list[Mode]:
@@ -181,6 +162,8 @@ class Plan:
     in_common: str
     transfer: PlannedBytes
     notes: list[str]
+    drawing: list[dict[str, Any]]  # rows of `MEMORY`, of stages that draw
+    draws_with: list[str]  # settings that these need to fit, beyond those that are
 
     @property
     def own(self) -> list[RunCost]:
@@ -209,6 +192,7 @@ class Plan:
             **dict.fromkeys(name for name, role in RUNS.items() if role.counted == "extra"),
             **extras,
             "total": {**_total(self.own), "wall_seconds": self.wall_seconds},
+            "drawing": self.drawing,
             "bytes": asdict(self.transfer),
             "assumptions": self.notes,
         }
@@ -236,12 +220,15 @@ def make_plan(
         else:
             network, train = config.denoiser(run.role, run.expert)
             memory = denoiser_footprint(network, data.shape, train.precision != "float32")
+        own = "student.train" if run.expert is None else f"islands.{run.expert}.train"
+        place = "train" if train.parallel == config.train.parallel else own
+        place = "router.train" if run.kind.task == "route" else place
         rows = data.rows if run.expert is None or data.rows is None else data.sizes[run.expert]
         # The monolith would have the GPUs of all islands, at one site.
         there = gpus * len(data.sizes) if run.kind.counted == "baseline" else gpus
         encoding = float(WEIGHTS * (encoder or 0))
         there = min(there, part.batch)
-        costs[run] = RunCost(run, part, rows, memory, there, gpu, train.parallel, encoding)
+        costs[run] = RunCost(run, part, rows, memory, there, gpu, train.parallel, place, encoding)
     parts = [cost for run, cost in costs.items() if run.kind.assembled]
     experts = [cost for cost in parts if cost.run.expert is not None]
     trained = runs_of(config)
@@ -252,6 +239,13 @@ def make_plan(
         for cost in parts
         if cost.gpus < gpus
     ]
+    # Where a host starts a step's kernels more slowly than its GPUs run them, fewer GPUs take as long.
+    cost, start = experts[0], STARTING * config.network.dimensions()[0]
+    step = cost.local_batch * cost.budget.flops.train / (gpu.tflops * 1e12 * gpu.utilisation)
+    if cost.gpus > 1 and step < start:
+        few = f"use --gpus {max(1, int(cost.gpus * step / start))}"
+        times = f"take {1e3 * step:.2g} ms a step and {1e3 * start:.2g} to start it"
+        notes.append(f"{cost.run.name}: {cost.local_batch} images a GPU {times}: {few}")
     if any(config.island(n)[1].precision == "float32" for n in range(config.partition.k)):
         notes.append("times are for bf16, and an expert that trains in float32 takes several times as long")
     if config.encodes_text:
@@ -276,6 +270,7 @@ def make_plan(
         else:
             takes = f"takes {seen:.3g} times the encoder's work (precomputed states would take {stored})"
         notes.append(f"text encoded in training {takes}")
+    notes += config.large_states(data.rows or 0)
 
     # A student's GPU also holds its teachers, as many as its budget of memory keeps there.
     if config.student is not None:
@@ -309,7 +304,39 @@ def make_plan(
         captions=None if captions is None else captions.bytes,
     )
     common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
-    return Plan(name, gpu, gpus, costs, trained, max(ends.values()), common, transfer, notes)
+    about = max(ends.values()), common, transfer, notes
+    return Plan(name, gpu, gpus, costs, trained, *about, *drawing(config, costs, gpu.memory))
+
+
+def drawing(
+    config: CampaignConfig, costs: Mapping[Run, RunCost], memory: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the stages that draw take of one GPU, and settings with which they fit: fewer experts there, and
+    where not even one fits fewer images at once."""
+    own, most, k = config.sampling.residency, config.compare.batch, config.partition.k
+    width = 4 if own.dtype == "float32" else 2  # bytes of a number
+    sizes = {run: width * cost.footprint.parameters for run, cost in costs.items()}
+    experts = [sizes[run] for run in costs if run.expert is not None]
+    image = width / 2 * max(cost.footprint.drawing for cost in costs.values())
+    image *= 1 + (config.condition != "none" and config.sampling.guidance != 1)
+    encoder = text_parameters(config.data.text_encoder) if config.condition == "text" else 0
+    shared = OVERHEAD + DECODING * (config.data.vae != "none") + WEIGHTS * (encoder or 0)
+    single, ways = [run for run in runs_of(config) if run.expert is None], list[list[dict[str, Any]]]()
+    for batch, n in product((most >> halved for halved in range(most.bit_length())), range(k, 0, -1)):
+        limits, rows = own if n == k else own.model_copy(update={"experts": n}), list[dict[str, Any]]()
+        places = limits.places(k, max(experts))[1] if limits.limited else 0
+        for stage, count in {**STAGES, "compare": batch}.items():
+            # `compare` keeps the single networks that it has measured.
+            held = sum(sizes[run] for run in single if stage == "compare" or run.role not in BESIDE)
+            held += max(experts) * places if places else sum(experts)
+            total = held + image * count + shared
+            how = f"{places or k} experts: {total / 2**30:.1f}" if total <= memory else "DOES NOT FIT"
+            rows.append({"run": stage, "batch": count, "state": held, "plain": total, "how_it_runs": how})
+        ways.append(rows)
+        if all(row["plain"] <= memory for row in rows):
+            fewer = [f"sampling.residency.experts={n}"] * (n < k)
+            return ways[0], [*fewer, *[f"compare.batch={batch}"] * (batch < most)]
+    return ways[0], []
 
 
 @lru_cache  # experts are mostly alike, and each takes a second
@@ -414,13 +441,15 @@ def lines(plan: Plan) -> list[str]:
         sizes = {column.name: number for column, number in shown_sizes}
         memory.append({"run": title, "batch": cost.local_batch, **sizes, "how_it_runs": how})
     shown += ["", f"GiB on each GPU ({plan.gpu_name} has {gpu.memory_gib:g}), the whole batch at once:"]
-    shown += text(Table("memory", "", MEMORY, memory))
-    for title, cost in titled:
-        if cost.run.kind.assembled and cost.mode and cost.mode != cost.as_set:
-            found = cost.mode.settings(cost.local_batch)
-            where = "router.train" if cost.run.kind.task == "route" else "train"
-            sets = " ".join(f"--set {where}.parallel.{setting}" for setting in found)
-            shown.append(f"{title}: {sets}")
+    shown += text(Table("memory", "", MEMORY, [*memory, *plan.drawing]))
+    # Of runs that share their settings, the one counts that takes the fewest images at once.
+    trained = [cost for cost in (*plan.own, *plan.beside) if cost.run.role != BASELINE]
+    changes = dict[str, Any]()
+    for cost in sorted(trained, key=lambda cost: -(cost.mode or cost.as_set).micro_batch):
+        changes |= cost.changes
+    settings = [f"{name}={json.dumps(value)}".replace('"', "") for name, value in changes.items()]
+    for verb, wanted in (("run so", settings), ("draw", plan.draws_with)):
+        shown += [f"to {verb}: --set {' --set '.join(wanted)}"] * bool(wanted)
 
     sent, known = plan.transfer, plan.transfer.data_out is not None
     moved = [

@@ -135,7 +135,8 @@ def plan(campaign: str, serve: bool, as_json: bool, sets: tuple[str, ...], **wan
         return size_up(campaign, sets, as_json)
     opened = open_campaign(campaign, sets)
     from atoll.campaign.data_spec import data_spec
-    from atoll.campaign.plan import lines, load_gpus, make_plan, must_fit
+    from atoll.campaign.gpus import load_gpus
+    from atoll.campaign.plan import lines, make_plan, must_fit
 
     kinds, data_set = load_gpus(wanted["table"]), data_spec(opened, wanted["rows"])
     outlook = make_plan(opened.config, data_set, kinds, wanted["gpu"], wanted["gpus"])

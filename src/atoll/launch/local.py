@@ -29,7 +29,7 @@ def gpus_of(place: Placement) -> int | None:
 
 def check(jobs: Sequence[Job], site: Site) -> None:
     """Refuse jobs that this machine can never run."""
-    _must_fit(jobs, _gpus())
+    _must_fit(jobs, visible_gpus())
 
 
 def show(jobs: Sequence[Job], site: Site) -> str:
@@ -43,10 +43,11 @@ def show(jobs: Sequence[Job], site: Site) -> str:
 
 def submit(jobs: Sequence[Job], site: Site) -> None:
     """Run the jobs to their end."""
-    run(jobs, _gpus())
+    run(jobs, visible_gpus())
 
 
-def _gpus() -> int:
+def visible_gpus() -> int:
+    """GPUs of this machine that torch sees."""
     import torch
 
     return torch.cuda.device_count()
@@ -54,7 +55,7 @@ def _gpus() -> int:
 
 def at_once(jobs: Sequence[Job]) -> int:
     """How many of these jobs run side by side on this machine."""
-    placed, gpus = list[tuple[Job, set[int]]](), _gpus()
+    placed, gpus = list[tuple[Job, set[int]]](), visible_gpus()
     for job in jobs:
         if (devices := _room(job, placed, gpus)) is None:
             break

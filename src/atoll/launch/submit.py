@@ -2,6 +2,7 @@
 
 import pkgutil
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -27,6 +28,8 @@ UNSEEN = ("launch.", "sampling.", "compare.")
 """Settings that no training run looks at."""
 BASE_MEMORY = 1_500_000_000
 """Bytes of a process before its network: torch, diffusers, mapped data."""
+LARGE = 12 * 384**2
+"""Depth times width squared of a network that is large for CPUs: size S."""
 STATE_BYTES = 28
 """Bytes per parameter: weights, gradient, two moments, average, and a copy of two while saving."""
 
@@ -40,6 +43,8 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     root = campaign.store.location
     for run in runs_of(campaign.config):
         launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
+    for line in [] if campaign.is_partitioned else campaign.config.large_states():
+        say(line)
     # Data are made by jobs of a queue, by processes here that are waited for, or within this process.
     making = data_jobs(campaign, on)
     if making and launcher(making[0].target).WAITS:
@@ -52,11 +57,26 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         from atoll.campaign.initial import copy_initial_weights, pretrain_finished
         from atoll.campaign.prepare import prepare
 
+        if (
+            not campaign.is_partitioned
+            and not launcher(campaign.config.launch.target("data", None, on)).WAITS
+        ):
+            say("the data set is made here, within this command; launch.data.workers=1 makes it with a job")
         prepare(campaign)
+        if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) and cuda.is_initialized():
+            cuda.empty_cache()  # encoders' memory: a run may start on this GPU
         if pretrain_finished(campaign):
             copy_initial_weights(campaign)  # it may have been stopped between its last step and this
     training = plan_jobs(campaign, on, tuple(job.name for job in making[-1:]))
     say(f"# {forecast(campaign, training)}" if dry_run else forecast(campaign, training))
+    # Where nothing is said a queue gives no GPU, and this machine gives one if there is any.
+    depth, heads, width = campaign.config.network.dimensions()
+    if depth * (heads * width) ** 2 >= LARGE:
+        without = {"local"} if local.visible_gpus() else set[str]()
+        slow = [job for job in (*making, *training) if job.gpus is None and job.target not in without]
+        fix = "set launch.gpus and launch.data.gpus, or launch.sky.accelerators, or launch where a GPU is"
+        for job in slow[:1]:
+            say(f"warning: {job.name} ({len(slow)} in all) would compute on CPUs: {fix}")
 
     # No queue knows of the jobs of another: what needs one of those waits for the next launch, and so does
     # what needs such a job itself.

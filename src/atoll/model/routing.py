@@ -29,6 +29,8 @@ _GRAMMAR = re.compile(
     r"(?:\s+without\s+(?P<without>\d+(?:\s*,\s*\d+)*))?"
 )
 
+_NUMBERS = str.maketrans({"K": "1", "P": "0.9", "T": "2"})  # in place of placeholders a form may be copied
+
 
 def _forms() -> str:
     return ", ".join(entry.forms for entry in STRATEGIES.values() if entry.forms)
@@ -113,14 +115,15 @@ class Routing(Config):
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
             forms = [*_forms().split(", "), f"null {PRETRAIN}"]
-            # A placeholder is no answer: with numbers in its place it may be copied.
-            names = [form.replace("K", "1").replace("P", "0.9").replace("T", "2") for form in forms]
+            names = [form.translate(_NUMBERS) for form in forms]
             raise ConfigError(f"there is no routing {text!r}", nearest(text, names, forms))
         parameters = STRATEGIES[entries[word]].parameters
         values = [v.strip() for v in (dash, *(args or "").split(",")) if v and v.strip()]
         needed = sum(name in ("k", "p") for name in parameters)
         if not needed <= len(values) <= len(parameters) or ("k" in parameters and dash is None):
-            raise ConfigError(f"routing {text!r} does not have the form of {word!r}", f"valid: {_forms()}")
+            forms = STRATEGIES[entries[word]].forms.translate(_NUMBERS)
+            forms += "" if STRATEGIES[entries[word]].fixed else f", {forms.partition(',')[0]} every 5"
+            raise ConfigError(f"routing {text!r} is no form of {entries[word]}", f"write {forms}")
         settings: dict[str, Any] = dict(zip(parameters, values, strict=False))
         settings |= {"every": every} if every else {}
         if word_null:

@@ -99,6 +99,8 @@ class Footprint:
         activations: kept for the backward pass, per sample.
         checkpointed: the same where every block is computed again in the backward pass, per sample: the
             blocks' inputs, and all of the one block in hand.
+        drawing: at most at once where nothing is kept and numbers are bf16, per sample. It is half of what
+            training keeps of a block: the other half is gone, or not there yet.
     """
 
     parameters: int
@@ -107,6 +109,7 @@ class Footprint:
     casts: int
     activations: float
     checkpointed: float
+    drawing: float = 0.0
 
     @property
     def state(self) -> int:
@@ -162,9 +165,8 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
         each, kept = ((more - less) / 2 for more, less in zip(saved(3), saved(1), strict=True))
     sizes, total = [parameter_count(block) for block in blocks], parameter_count(network)
     inside = (each - kept) / max(1, len(blocks))
-    return Footprint(
-        total, max(sizes, default=0), total - sum(sizes), (2 if bf16 else 0) * total, each, kept + inside
-    )
+    casts, drawing = (2 if bf16 else 0) * total, inside / (2 if bf16 else 4)
+    return Footprint(total, max(sizes, default=0), total - sum(sizes), casts, each, kept + inside, drawing)
 
 
 class Float32Norms(TorchFunctionMode):
@@ -198,14 +200,6 @@ class Mode:
     def total(self) -> float:
         """All bytes on one GPU."""
         return self.state + self.copies + self.activations + OVERHEAD
-
-    def settings(self, local_batch: int) -> list[str]:
-        """What `train.parallel` must say for it, beyond its defaults."""
-        return [
-            *["strategy=fsdp"] * self.sharded,
-            *["checkpointing=true"] * self.checkpointing,
-            *[f"micro_batch={self.micro_batch}"] * (self.micro_batch < local_batch),
-        ]
 
 
 def mode(

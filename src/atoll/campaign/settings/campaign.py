@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
+from atoll.base.text import size
 from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrackingConfig, TrainConfig
@@ -18,6 +19,7 @@ from atoll.data.settings import (
     SourceConfig,
     check_names,
 )
+from atoll.encoders.registry import KNOWN
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.model.generation import Generation, Residency
 from atoll.model.routing import PRETRAIN, Routing
@@ -26,6 +28,8 @@ from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve
 
 C = TypeVar("C", bound=Config)
+LARGE_STATES = 10**12
+"""Bytes of text states that are worth a word: a node fetches them in a quarter of an hour, at 1 GB/s."""
 
 
 class DataConfig(Config):
@@ -292,6 +296,14 @@ class CampaignConfig(Config):
     def encodes_text(self) -> bool:
         """Whether training encodes captions, so that the text encoder lies beside every network."""
         return self.condition == "text" and not self.data.precompute_text
+
+    def large_states(self, rows: int = 0) -> list[str]:
+        """A warning of text states over `LARGE_STATES`, of so many rows or of as many as training sees."""
+        known, data = KNOWN.get(self.data.text_encoder), self.data
+        most = 2 * data.text_length * (known.width if known else 0) * (rows or self.budget.samples)
+        large = self.condition == "text" and data.precompute_text and most > LARGE_STATES
+        fix = "encode in training, data.precompute_text=false"
+        return [f"warning: text states may take up to {size(most)}: {fix}"] * large
 
     @property
     def encoders(self) -> tuple[str, str]:
