@@ -215,20 +215,21 @@ def step(case: str, quick: bool, network: str, compiled: bool) -> Iterator[Row]:
 
 def drawn_batch(shape: DataShape, size: int) -> Batch:
     """Samples as the data thread hands them over."""
-    x0, eps = torch.randn(2, size, shape.channels, shape.size, shape.size)
-    return Batch(x0, condition(shape, size), eps, torch.rand(size))
+    with torch.device(own_device()):
+        x0, eps = torch.randn(2, size, shape.channels, shape.size, shape.size)
+        return Batch(x0, condition(shape, size), eps, torch.rand(size))
 
 
 def condition(shape: DataShape, size: int) -> Condition:
     """Labels, or texts of full length."""
     if not shape.text_width:
         return Condition(labels=torch.randint(0, shape.classes, (size,)))
-    text = torch.randn(size, shape.text_length, shape.text_width)
+    text = torch.randn(size, shape.text_length, shape.text_width).half()
     return Condition(text=text, mask=torch.ones(text.shape[:2], dtype=torch.bool))
 
 
 def rows(case: str, quick: bool) -> Iterator[Row]:
-    """Batches that one thread reads from disk, widens and fills up."""
+    """Batches that one thread reads from disk, as they go to the device."""
     torch.set_num_threads(1)
     count, batch, length, width = (32, 4, 8, 16) if quick else (512, 32, 120, 4096)
     states = torch.randn(length, width).half()
@@ -248,7 +249,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         def read() -> None:
             for first in range(0, count, batch):
                 part = order[first : first + batch]
-                samples.latents(part), samples.conditions(part)
+                samples.latents(part), samples.stored(part)
 
         seconds = timed(read, 3)
     yield median_row(case, f"latents and {length} x {width} text states", [count / s for s in seconds], "1/s")

@@ -225,8 +225,8 @@ def whole_turn(
 def bare_turn(make: Make) -> tuple[float, float]:
     """Seconds and processor seconds per step of a bare loop."""
     task, recipe = make()
-    network, settings, device = task.network, recipe.train, own_device()
-    batches = [task.batch(range(i * settings.batch, (i + 1) * settings.batch)).to(device) for i in range(8)]
+    network, settings = task.network, recipe.train
+    batches = [task.batch(range(i * settings.batch, (i + 1) * settings.batch)) for i in range(8)]
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=0.0, fused=True
     )

@@ -11,8 +11,8 @@ Loaded before the package, since functions are decorated with `torch.inference_m
 """
 
 import contextlib
+import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,24 +23,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CUDA, BARE, CPU = torch.device("cuda:0"), torch.device("cuda"), torch.device("cpu")
 WAITS: Counter[str] = Counter()
 """How often the host waited, by operation and line of the package."""
 COPIES: Counter[str] = Counter()
 """Copies from the host's memory to the device's, by line of the package."""
+BYTES: Counter[str] = Counter()
+"""What they moved, likewise."""
+PAGEABLE: Counter[str] = Counter()
+"""Copies from memory that is not pinned: the driver takes them twice."""
 LOOKS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_unique2", "unique_dim"}
 LOOKS |= {"masked_select", "bincount"}
 """Operations whose result is, or has the shape of, numbers on the device."""
 MOVES = {"copy_", "_to_copy", "_foreach_copy_", "set_"}
+TO, TENSOR = torch.Tensor.to, torch.tensor
 recording = threading.local()
 
 
 def caller() -> str:
     """The innermost line of the package that is being run."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/src/atoll/" in frame.filename:
-            return f"{frame.filename.rpartition('/src/atoll/')[2]}:{frame.lineno}"
-    return "elsewhere"
+    frame: Any = sys._getframe()
+    while frame is not None and "/src/atoll/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return "elsewhere"
+    return f"{frame.f_code.co_filename.rpartition('/src/atoll/')[2]}:{frame.f_lineno}"
 
 
 def waits(operation: str) -> None:
@@ -88,6 +95,8 @@ class Pretended(Tensor):
         waits("tolist")
         return self.raw.tolist()
 
+    def record_stream(self, stream: Any) -> None: ...
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
@@ -98,8 +107,17 @@ class Pretended(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.to and len(args) == 2 and isinstance(args[1], Pretended):
+        if function in (TO, _to) and len(args) == 2 and isinstance(args[1], Pretended):
             return args[0].to(CUDA, args[1].dtype)  # torch itself reads "like this one" off the wrapper
+        if function is torch.Tensor.new_tensor:
+            return torch.tensor(args[1], dtype=args[0].dtype, device=CUDA)
+        if function is torch.nn.functional.one_hot:  # compares with numbers that it would make there, too
+            return Pretended(function(args[0].raw, *args[1:], **(kwargs or {})))
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            # Torch would make a list a tensor where the wrapper says that it is: on the meta device, empty.
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            there = (torch.tensor(part, device=CUDA) if isinstance(part, list) else part for part in index)
+            args = (args[0], tuple(there), *args[2:])
         with torch._C.DisableTorchFunctionSubclass():  # what comes to the CPU stays a plain tensor
             return function(*args, **(kwargs or {}))
 
@@ -128,6 +146,8 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to = None if to is None else torch.device(to)
     if to is not None and to.type == "meta" and (mine or name == "scalar_tensor"):
         to = CUDA  # torch itself takes a wrapper's tensors for ones on the meta device
+    if mine and any(leaf.device.type == "meta" for leaf in leaves if type(leaf) is Tensor):
+        raise RuntimeError(f"{name}: a tensor without numbers at {caller()}")
     if mine and others and name not in MOVES:
         indexed = name in ("index", "index_put", "index_put_") and isinstance(args[0], Pretended)
         if not indexed:
@@ -153,7 +173,14 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if source and not there:
             waits("to the cpu")
         elif there and not source:
-            COPIES[caller()] += 1
+            COPIES[where := caller()] += 1
+            copied = args[0] if name == "_to_copy" else args[1]
+            BYTES[where] += copied.numel() * copied.element_size()
+            if not hasattr(copied, "pinned"):
+                PAGEABLE[where] += 1
+            # Asked not to wait, the host stages what is not pinned, and goes on.
+            if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
+                waits("to the device")
     if not there:
         return result
     return tree_map(lambda leaf: _wrapped(leaf, known), result)
@@ -199,9 +226,32 @@ def _inference_mode(mode: Any = True) -> Any:
     return torch.no_grad() if mode else contextlib.nullcontext()
 
 
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # Torch would ask the driver for the number that "cuda" lacks.
+    def numbered(leaf: Any) -> Any:
+        return CUDA if isinstance(leaf, str | torch.device) and leaf in ("cuda", BARE) else leaf
+
+    args, kwargs = tree_map(numbered, (args, kwargs))
+    return TO(self, *args, **kwargs)
+
+
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+    # Torch would fill it on the CPU and copy it where no mode sees that.
+    made = TENSOR(data, **kwargs)
+    return made if device is None else made.to(device)
+
+
+def _pinned(self: Tensor, *_: Any) -> Tensor:
+    made = self.clone()
+    made.pinned = True  # type: ignore[attr-defined]
+    return made
+
+
 def pretend() -> None:
     """Put the device there, for the rest of the process."""
-    torch._C._set_only_lift_cpu_tensors(True)
+    torch.Tensor.to = _to  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = _pinned  # type: ignore[method-assign,assignment]
+    torch.tensor = _tensor  # type: ignore[assignment]
     torch.inference_mode = _inference_mode  # type: ignore[misc,assignment]
     for name, value in {
         "is_available": lambda: True,

@@ -63,7 +63,7 @@ def test_the_null_condition_is_the_empty_caption(encoded: DataSet) -> None:
     states, mask = text_encoder("minilm", 12).encode([""])
     assert null.text is not None and null.mask is not None and null.mask.all()
     assert null.mask.shape == mask.shape
-    torch.testing.assert_close(null.text, states, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(null.text.float(), states, rtol=1e-2, atol=1e-3)
 
 
 def test_tokens_are_encoded_to_the_states_that_are_stored(encoded: DataSet, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 from atoll.train.run import train_run
 from helpers import Run, assembled, metrics, partitioned
-from helpers_export import small_vae, text_tower
 from helpers_extractors import save_dinov2, save_pictures
 
 pytestmark = [
@@ -42,14 +41,6 @@ pytestmark = [
 ]
 ROUTINGS = ["top-1", "top-2", "full", "once", "nucleus(0.9)", "sample-2", "threshold(0.2)", "top-1 every 2"]
 STEPS = {"log_every": 1, "validations": 2, "previews": 1}
-
-
-@pytest.fixture(scope="module")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A text encoder and an autoencoder with random weights."""
-    folder = tmp_path_factory.mktemp("encoders")
-    text, vae = text_tower(folder / "text"), small_vae(folder / "vae")
-    return {"text_encoder": str(text), "text_length": 8, "vae": str(vae)}
 
 
 def changes(family: str, encoders: dict[str, Any], **train: Any) -> dict[str, Any]:

@@ -55,6 +55,11 @@ def weights_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
     return {"float32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
+def onto(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copied from the host to a device in the order of the current stream; the host does not wait for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def encoding_precision(device: torch.device | str) -> torch.autocast:
     """How encoders that nobody trains compute: in bf16 on a GPU, as their weights are on a CPU."""
     kind = torch.device(device).type

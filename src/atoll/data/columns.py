@@ -104,10 +104,7 @@ class Column:
             self._mapped = {last: self._mapped[last]}
 
     def read_ragged(
-        self,
-        rows: ArrayLike,
-        length: int | None = None,
-        draw: Callable[[], Tensor] | None = None,
+        self, rows: ArrayLike, length: int | None = None, draw: Callable[[], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Sequences `(n, L, *shape)` of a ragged column, padded with zeros, and the mask of what is real.
 
@@ -116,6 +113,13 @@ class Column:
             draw: uniforms on [0, 1) `(n,)` that choose among the sequences of a row, asked for where there
                 are several; without it, the first counts.
         """
+        values, mask = self.read_packed(rows, length, draw)
+        return padded(values, mask), mask
+
+    def read_packed(
+        self, rows: ArrayLike, length: int | None = None, draw: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same without padding: elements `(sum of lengths, *shape)`, row after row, and the mask."""
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
@@ -131,17 +135,14 @@ class Column:
             lengths[where] = mapped.lengths[local]
         longest = int(lengths.max(initial=0)) if length is None else length
         lengths = lengths.clip(max=longest)
-        mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
-        out = torch.zeros((len(rows), longest, *self.meta.shape), dtype=self.dtype)
-        flat = _bytes(out.flatten(0, 1))
-        # Elements of all sequences of a shard are copied by one gather: a loop over rows would take most of
-        # the time of a batch.
+        mask, ends = torch.from_numpy(np.arange(longest) < lengths[:, None]), lengths.cumsum()
+        out = torch.empty((int(lengths.sum()), *self.meta.shape), dtype=self.dtype)
+        flat = _bytes(out)
+        # One copy for each sequence: twice as fast as a gather of their elements, for tokens too.
         for mapped, where, local in parts:
-            counts = lengths[where]
-            position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-            source = np.repeat(mapped.starts[local], counts) + position
-            target = np.repeat(where * longest, counts) + position
-            flat[target] = mapped.bytes[source]
+            spans = mapped.starts[local], ends[where], lengths[where]
+            for start, end, count in zip(*map(np.ndarray.tolist, spans), strict=True):
+                flat[end - count : end] = mapped.bytes[start : start + count]
         return out, mask
 
     def take_ragged(self, rows: ArrayLike) -> dict[str, Tensor]:
@@ -217,6 +218,15 @@ class Column:
             starts = lengths.cumsum() - lengths
             self._mapped[shard] = _Mapped(values, _bytes(values), lengths, starts, index, bounds)
         return self._mapped[shard]
+
+
+def padded(values: Tensor, mask: Tensor) -> Tensor:
+    """Sequences `(n, L, *shape)` of packed elements, zeros where the mask `(n, L)` is false.
+
+    The host does not wait for the device that they lie on.
+    """
+    place = torch.where(mask, mask.flatten().cumsum(0).view_as(mask) - 1, len(values))
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])[place]
 
 
 def some_rows(rows: Rows, most: int, drawn: torch.Generator | None = None) -> Rows:

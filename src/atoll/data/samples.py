@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.data.columns import Column
+from atoll.data.columns import Column, padded
 from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
 from atoll.encoders.text import TextEncoder
@@ -74,7 +75,8 @@ class Samples:
         (bucket,) = set(self.buckets[index].tolist())
         height, width = self.shape.sizes[bucket]
         # Stored as sequences of elements with C numbers each, since rows of one column must agree in shape.
-        values, _ = self._latents.read_ragged(rows, height * width)
+        values, _ = self._latents.read_packed(rows, height * width)
+        values = values.view(len(rows), height * width, -1)
         return values.transpose(1, 2).reshape(len(rows), -1, height, width).float()
 
     def conditions(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
@@ -82,22 +84,38 @@ class Samples:
 
         `draw` gives a uniform for each, to choose among several captions of a row; else the first counts.
         """
+        cond = self.whole(self.stored(index, draw))
+        return cond if cond.text is None else replace(cond, text=cond.text.float())
+
+    def stored(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
+        """The same as they lie in the columns: `text` is all states or tokens `(sum of lengths, ...)`."""
         rows = self.rows[index]
         if self._text is not None:
-            states, mask = self._text.read_ragged(rows, self.shape.text_length, draw)
-            if self.encoder is not None:
-                # Half, as stored states are: training must not depend on whether they were precomputed.
-                states = self.encoder.encode_tokens(states, mask).half()
-            return Condition(text=states.float(), mask=mask)
+            text, mask = self._text.read_packed(rows, self.shape.text_length, draw)
+            if self.encoder is not None:  # it is asked for no more than the longest text
+                mask = mask[:, : int(mask.any(0).sum())]
+            return Condition(text=text, mask=mask)
         if self._labels is not None:
             return Condition(labels=self._labels[torch.from_numpy(rows)])
         return Condition()
 
+    def whole(self, cond: Condition) -> Condition:
+        """What `stored` gave, on any device: states `(B, L, D)`, in the column's own type of numbers."""
+        if cond.text is None or cond.mask is None:
+            return cond
+        states, mask = padded(cond.text, cond.mask), cond.mask
+        if self.encoder is not None:
+            # Half, as stored states are: training must not depend on whether they were precomputed.
+            states = self.encoder.encode_tokens(states, mask).half()
+            missing = self.shape.text_length - states.shape[1]
+            states, mask = pad(states, (0, 0, 0, missing)), pad(mask, (0, missing))
+        return Condition(text=states, mask=mask)
+
     @cached_property
     def null(self) -> Condition:
-        """The null condition: the stored encoding of "", the null label, or nothing. One row."""
+        """The null condition: the encoding of "" as it is stored, the null label, or nothing. One row."""
         if self._text is not None:
-            states = null_states(self._text).float()[None]
+            states = null_states(self._text)[None]
             return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))
         if self._labels is not None:
             return Condition(labels=torch.tensor([self.shape.classes]))

@@ -55,17 +55,26 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`."""
-        # On a CPU captions of one length are encoded together, and none is padded before: kernels of another
-        # length would move the last bits of a caption's states. A GPU promises no bits.
-        lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
-        alike = sorted({*lengths.tolist()} - {0}) if self.device.type == "cpu" else [int(lengths.max())]
-        for length in alike:
-            rows = ((lengths == length) if self.device.type == "cpu" else lengths > 0).nonzero()[:, 0]
-            ids, real = tokens[rows, :length].long().to(self.device), mask[rows, :length]
+        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`.
+
+        They are where the tokens are; of tokens on a GPU the host waits for nothing.
+        """
+        if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
+            there, real = tokens.to(self.device), mask.to(self.device)
             with encoding_precision(self.device):  # as where states are stored, whatever training computes in
-                encoded = self.network(input_ids=ids, attention_mask=real.long().to(self.device))
-            states[rows, :length] = encoded.last_hidden_state.float().cpu() * real[..., None]
+                encoded = self.network(input_ids=there.long(), attention_mask=real.long())
+            # A row without any token may come out as NaN.
+            states = encoded.last_hidden_state.float().masked_fill(~real[..., None], 0).to(tokens.device)
+            return cast(Tensor, states)
+        # On a CPU captions of one length are encoded together, and none is padded before: kernels of another
+        # length would move the last bits of a caption's states.
+        lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
+        for length in sorted({*lengths.tolist()} - {0}):
+            rows = (lengths == length).nonzero()[:, 0]
+            ids, real = tokens[rows, :length].long(), mask[rows, :length]
+            with encoding_precision(self.device):
+                encoded = self.network(input_ids=ids, attention_mask=real.long())
+            states[rows, :length] = encoded.last_hidden_state.float() * real[..., None]
         return states
 
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:

@@ -69,7 +69,7 @@ class DistillTask(DenoiserTask):
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error against the teacher's velocity, mixed with that against the data's."""
-        taught, data = (losses.mean() for losses in self._both(batch.to(self.device)))
+        taught, data = (losses.mean() for losses in self._both(batch))
         if not self.data_weight:
             return taught, {}
         metrics = {"teacher_loss": float(taught.detach()), "data_loss": float(data.detach())}

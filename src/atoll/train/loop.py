@@ -229,7 +229,8 @@ class _Run:
             parts = sharding.parts(begin) if begin < plan.samples else []
             return [(sharding.weight(part), self.task.batch(part)) for part in parts]
 
-        with Prefetcher(make, state.samples, plan.batch, settings.data_timeout_s) as prefetcher:
+        ahead = state.samples, plan.batch, settings.data_timeout_s, self.group.device.type
+        with Prefetcher(make, *ahead) as prefetcher:
             while state.step < plan.steps:
                 self.phase = "training"
                 started = time.monotonic()
@@ -287,7 +288,7 @@ class _Run:
         for number, (weight, batch) in enumerate(batches, 1):
             with self.sharding.accumulating(self.forward, number == len(batches)):
                 with self.precision, self.attention:
-                    loss, metrics = self.forward(batch)
+                    loss, metrics = self.forward(batch.here())
                 # Micro-batches may differ in size by one, so each counts by its samples. A multiplication by
                 # 1 would be exact too, but is one more kernel in every plain run.
                 (loss if weight == 1 else loss * weight).backward()

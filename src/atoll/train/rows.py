@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.base.device import onto
 from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.preemption import leak_thread
@@ -32,13 +33,14 @@ from atoll.flow.schedule import schedule
 from atoll.model.card import Card, check_producers
 from atoll.networks.families import parameter_count
 
+CPU = torch.device("cpu")
 POLL = 0.2  # seconds between looks at whether the run was told to leave
 PATIENCE = 5.0  # seconds that a run which ends waits for the batch in hand
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the samples of one step bring, on the CPU."""
+    """What the samples of one step bring, on the device that trains."""
 
     x0: Tensor  # latents (B, C, H, W)
     cond: Condition  # dropped ones are the null condition
@@ -46,11 +48,18 @@ class Batch:
     t: Tensor  # times (B,)
     clusters: Tensor | None = None  # of each sample (B,), for router and student
     draws: Tensor | None = None  # uniforms of each sample (B, n), for a student's teacher
+    made: torch.cuda.Event | None = None  # when a GPU has all of it
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: p.to(device) for name, p in parts.items() if p is not None})
+    def here(self) -> "Batch":
+        """The same, for the current stream: it waits for the one that made the batch; the host does not."""
+        if self.made is not None:
+            stream = torch.cuda.current_stream(self.x0.device)
+            stream.wait_event(self.made)
+            # Else memory would be given to the next batch while this stream still reads it.
+            for part in (self.x0, self.eps, self.t, self.clusters, self.draws, *self.cond.parts().values()):
+                if part is not None:
+                    part.record_stream(stream)
+        return self
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class TrainingRows:
     text: dict[str, Any] | None  # what made the text states, likewise
     clusters: Tensor | None = None  # of every row of the data set (rows,), where batches are to have them
     draws: int | None = None  # uniforms that each sample brings for a student's teacher, if there is one
+    pure_noise: float = 0.0  # share of the samples at exactly t = 1
+    device: torch.device = CPU  # where batches lie
 
     @classmethod
     def of(
@@ -104,16 +115,31 @@ class TrainingRows:
         # nor the rank, nor the number of processes shows in what a sample gets.
         index, objective = self.order.at(positions), self.recipe.objective
         seed, where = self.recipe.plan.seed, list(positions)
-        x0 = self.train.latents(index)
-        cond = drop_condition(
-            self.train.conditions(index, lambda: uniforms(seed, "caption", where)),
-            self.train.null,
-            uniforms(seed, "dropout", where),
-            objective.condition_dropout,
-        )
         t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
+        if self.pure_noise:  # a time drawn from a density is never exactly 1
+            t = torch.where(uniforms(seed, "pure-noise", where) < self.pure_noise, 1.0, t)
+        x0 = self.train.latents(index)
+        cond = self.train.stored(index, lambda: uniforms(seed, "caption", where))
         eps = normals(seed, "noise", where, x0.shape[1:])
-        return Batch(x0, cond, eps, t, *self._taught(self.train, index, seed, positions))
+        batch = Batch(x0, cond, eps, t, *self._taught(self.train, index, seed, positions))
+        dropout, batch = uniforms(seed, "dropout", where), self._there(batch, self.train)
+        cond = drop_condition(batch.cond, self._null, onto(dropout, self.device), objective.condition_dropout)
+        made = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
+        return replace(batch, cond=cond, made=made)
+
+    def _there(self, batch: Batch, samples: Samples) -> Batch:
+        # On the device, with whole conditions. Text states go there in half and without padding: to widen
+        # those of T5-XXL, the thread that reads would write 60 MiB for every 32 samples.
+        parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        there: dict[str, Any] = {
+            name: onto(part, self.device) for name, part in parts.items() if isinstance(part, Tensor)
+        }
+        there["cond"] = samples.whole(batch.cond.map(lambda part: onto(part, self.device)))
+        return replace(batch, **there)
+
+    @cached_property
+    def _null(self) -> Condition:
+        return self.train.null.to(self.device)
 
     def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[list[Batch]]:
         """The same held-out samples at each time, a batch for each shape of latents, without dropout."""
@@ -124,9 +150,10 @@ class TrainingRows:
         parts, first = list[Batch](), 0
         for index in self.heldout.by_shape(chosen):
             positions = range(first, first + len(index))
-            x0, cond = self.heldout.latents(index), self.heldout.conditions(index)
+            x0, cond = self.heldout.latents(index), self.heldout.stored(index)
             eps, t = normals(0, "validation", positions, x0.shape[1:]), torch.empty(len(index))
-            parts.append(Batch(x0, cond, eps, t, *self._taught(self.heldout, index, 0, positions)))
+            batch = Batch(x0, cond, eps, t, *self._taught(self.heldout, index, 0, positions))
+            parts.append(self._there(batch, self.heldout))
             first = positions.stop
         # The same draws at every time, so that only the noise level differs between losses.
         return [[replace(part, t=torch.full_like(part.t, time)) for part in parts] for time in times]
@@ -175,13 +202,19 @@ class TrainingRows:
 
 
 class Prefetcher:
-    """Makes the batches of steps in order, one step ahead; a step waits `limit` seconds for its data."""
+    """Makes the batches of steps in order, two steps ahead; a step waits `limit` seconds for its data.
 
-    def __init__(self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float) -> None:
+    On a GPU it copies and encodes in a stream of its own, beside the step's.
+    """
+
+    def __init__(
+        self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float, device: str = "cpu"
+    ) -> None:
         self.make, self.begin, self.batch, self.limit = make, begin, batch, limit
-        # One step ahead and no more: a batch of latents may be gigabytes, and data that lag behind lag
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        # Two steps ahead and no more: a batch of latents may be gigabytes, and data that lag behind lag
         # anyway.
-        self._made: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=1)
+        self._made: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=2)
         self._stopped = threading.Event()
         # A daemon: one that hangs in a dead file system must not keep the process from leaving.
         self._thread = threading.Thread(target=self._run, daemon=True, name="data")
@@ -224,7 +257,8 @@ class Prefetcher:
         while not self._stopped.is_set():
             batch: list[Any] | BaseException
             try:
-                batch = self.make(begin)
+                with torch.cuda.stream(self._stream):  # nothing without one
+                    batch = self.make(begin)
             except BaseException as error:  # `next` raises it: an exception in a thread would be lost
                 batch = error
             while not self._stopped.is_set():

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
-from atoll.base.rng import normals, uniforms
+from atoll.base.rng import normals
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.columns import some_rows
 from atoll.encoders.registry import check_known
@@ -32,8 +32,8 @@ class Task:
     """A network (initialised, on its device), the rows it learns from, and what it learns."""
 
     def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
-        self.network, self.rows, self.recipe = network, rows, rows.recipe
-        self.device = next(network.parameters()).device
+        self.network, self.device = network, next(network.parameters()).device
+        self.rows, self.recipe = replace(rows, device=self.device), rows.recipe
 
     def batch(self, positions: range) -> Batch:
         """Everything that the samples at these positions bring: data, noise, times, dropout."""
@@ -56,7 +56,7 @@ class Task:
     ) -> Iterator[list[Tensor]]:
         # What `measure` gives of all held-out rows, for each time.
         for batches in self.rows.validation(times):
-            parts = [measure(batch.to(self.device)) for batch in batches]
+            parts = [measure(batch) for batch in batches]
             yield [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 
@@ -78,7 +78,7 @@ class DenoiserTask(Task):
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error of the prediction."""
-        return self._losses(batch.to(self.device)).mean(), {}
+        return self._losses(batch).mean(), {}
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
@@ -134,19 +134,12 @@ class RouterTask(Task):
     """
 
     def __init__(self, network: Router, rows: TrainingRows, pure_noise: float) -> None:
-        super().__init__(network, rows)
-        self.pure_noise = pure_noise
-
-    def batch(self, positions: range) -> Batch:
-        """The samples at these positions, some of them as pure noise."""
-        batch = self.rows.batch(positions)
-        # A time drawn from a density is never exactly 1, and a router that was never asked there guesses.
-        pure = uniforms(self.recipe.plan.seed, "pure-noise", positions) < self.pure_noise
-        return replace(batch, t=torch.where(pure, torch.ones_like(batch.t), batch.t))
+        # A router that was never asked there guesses.
+        super().__init__(network, replace(rows, pure_noise=pure_noise))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy of the cluster."""
-        logits, clusters = self._classify(batch.to(self.device))
+        logits, clusters = self._classify(batch)
         return cross_entropy(logits, clusters), {"accuracy": _accuracy(logits.detach(), clusters)}
 
     def validate(self) -> dict[str, Any]:
