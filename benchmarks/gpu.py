@@ -368,7 +368,7 @@ def encoding(case: str, quick: bool) -> Iterator[Row]:
         lambda net, x: net(pixel_values=x).pooler_output, device=where,
     )  # fmt: skip
     yield median_row(case, f"DINOv2-L, {seen} px", rate(timed(lambda: judge.encode(pictures), times)), "1/s")
-    texts = TextEncoder("drawn", None, t5, 77, t5_config.d_model, device)
+    texts = TextEncoder("drawn", [(t5, None)], 77, device)
     lengths = torch.randint(5, 60, (count,), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(60) < lengths[:, None]
     tokens = torch.randint(2, 32000, mask.shape) * mask

@@ -130,8 +130,8 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
         network,
         FlowMatchEulerDiscreteScheduler(),
         vae.network,
-        text.network,
-        text.tokenizer,
+        text.towers[0].network,
+        text.towers[0].tokenizer,
         num_inference_steps=3,
     )
     pipe.set_progress_bar_config(disable=True)

@@ -96,11 +96,11 @@ def test_a_prompt_may_be_as_long_as_the_network_takes(t5: Path, clip: Path) -> N
     for folder, longest in ((t5, 512), (clip, 9)):
         trained = text_encoder(str(folder), 5)
         prompts = text_encoder_of(trained.producer(), longest=LONGEST_PROMPT)
-        assert prompts.max_length == longest == prompt_length(prompts.network, 5)
+        assert prompts.max_length == longest == prompt_length(prompts.towers[0].network, 5)
         short = trained.states(["a red"])["a red"]
         assert torch.equal(prompts.states(["a red"])["a red"], short)  # to the bit
         assert len(prompts.states(["a red square a red"])["a red square a red"]) > 5
-    assert prompt_length(text_encoder(str(t5)).network, 900) == 900
+    assert prompt_length(text_encoder(str(t5)).towers[0].network, 900) == 900
 
 
 def test_positions_of_roberta_begin_after_those_of_padding(tmp_path: Path) -> None:

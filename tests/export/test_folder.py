@@ -150,9 +150,8 @@ def test_without_their_folders_encoders_are_found_by_name(tmp_path: Path) -> Non
 
 def test_prompt_embeds_stand_for_prompts(texts: Path, told: AtollPipeline) -> None:
     light = load(texts, text_encoder=None, tokenizer=None)
-    states, mask = TextEncoder("", told.tokenizer, told.text_encoder, 8, 16).encode(
-        ["a red square", "bar", ""]
-    )
+    encoder = TextEncoder("", [(told.text_encoder, told.tokenizer)], 8, "cpu")
+    states, mask = encoder.encode(["a red square", "bar", ""])
     given = {"prompt_embeds": states[:2], "prompt_attention_mask": mask[:2]}
     null = {"negative_prompt_embeds": states[2:], "negative_prompt_attention_mask": mask[2:]}
     expected = picture(told, prompt=["a red square", "bar"], num_images_per_prompt=2)

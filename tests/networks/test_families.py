@@ -8,6 +8,7 @@ import torch
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
+from atoll.model.expert import settings_of
 from atoll.networks.families import family, parameter_count
 from atoll.networks.settings import DataShape, NetworkConfig
 from helpers_networks import CLASSES, TEXT, TINY, conditions, denoiser, noise, null, random_weights
@@ -218,3 +219,39 @@ def test_what_a_family_cannot_take_is_refused(run: Callable[[], object], words: 
 
 def test_names() -> None:
     assert family("DiTTransformer2DModel") is family("dit")
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_attention_gets_a_mask_only_where_a_text_is_padded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's flash attention takes none."""
+    attend, masks = torch.nn.functional.scaled_dot_product_attention, list[torch.Tensor | None]()
+
+    def watched(*args: torch.Tensor, attn_mask: torch.Tensor | None = None, **more: object) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    network, states = denoiser(0, name=name, depth=2), conditions(B).text
+    assert states is not None
+    whole = Condition.of_text(states, None)
+    first = call(name, network, whole)
+    assert len(masks) == 2 and masks == [None, None]
+    # Beside a text that is padded it has one, and the same output.
+    longer = Condition.of_text(
+        torch.nn.functional.pad(states, (0, 0, 0, 2)), torch.arange(7).expand(B, 7) < states.shape[1]
+    )
+    for cond in (longer, replace(whole, mask=whole.real)):
+        masks.clear()
+        torch.testing.assert_close(call(name, network, cond), first, rtol=1e-6, atol=1e-6)
+        assert len(masks) == 2 and all(mask is not None for mask in masks)
+
+
+def test_an_argument_that_the_class_lacks_is_named() -> None:
+    config = NetworkConfig.parse({**TINY, "family": "flux", "arguments": {"guidance_embed": True}}, "")
+    with pytest.raises(ConfigError, match=r"no argument 'guidance_embed'.*did you mean 'guidance_embeds'"):
+        family("flux").build(config, TEXT)
+    config = NetworkConfig.parse({**TINY, "family": "sd3", "arguments": {"dual_attention_layers": [0]}}, "")
+    settings = settings_of(family("sd3").build(config, replace(TEXT, pooled_width=20)))
+    assert settings["pooled_projection_dim"] == 20 and settings["dual_attention_layers"] == [0]

@@ -14,9 +14,35 @@ class Condition:
     """The condition of a batch; every part is optional, and all present parts share B."""
 
     labels: Tensor | None = None  # class labels, int64 (B,)
-    text: Tensor | None = None  # text states (B, L, D), with `mask`
-    mask: Tensor | None = None  # which text states are real, bool (B, L)
+    text: Tensor | None = None  # text states (B, L, D)
+    mask: Tensor | None = None  # which text states are real, bool (B, L); None where all are
     pooled: Tensor | None = None  # one vector per text (B, P)
+    guidance: Tensor | None = None  # guidance scales (B,), where they are an input of the network
+
+    @classmethod
+    def of_text(
+        cls, states: Tensor, mask: Tensor | None, pooled: int = 0, guidance: bool = False
+    ) -> "Condition":
+        """The condition of text states as encoders give and columns hold them.
+
+        Args:
+            states: `(B, n + L, D)`: the first n hold the pooled vector of P = `pooled` numbers, if there is
+                one.
+            mask: None where all are real: torch can use flash attention then.
+            guidance: whether the scale is an input of the network; it is 1, as where such networks are tuned.
+        """
+        head, scale = pooled_states(pooled, states.shape[-1]), states.new_ones(len(states))
+        vector = states[:, :head].flatten(1)[:, :pooled] if pooled else None
+        seen = None if mask is None else mask[:, head:]
+        return cls(None, states[:, head:], seen, vector, scale if guidance else None)
+
+    @property
+    def real(self) -> Tensor:
+        """Which text states are real, bool (B, L), where all are too."""
+        assert self.text is not None
+        if self.mask is not None:
+            return self.mask
+        return torch.ones(self.text.shape[:2], dtype=torch.bool, device=self.text.device)
 
     def parts(self) -> dict[str, Tensor]:
         """Those that are present, by name."""
@@ -78,15 +104,22 @@ def concatenate(conditions: Sequence[Condition]) -> Condition:
 def pad_text(conditions: Sequence[Condition]) -> list[Condition]:
     """The same conditions with text and mask padded to one common length."""
     longest = max((c.text.shape[1] for c in conditions if c.text is not None), default=0)
+    masked = any(c.text is not None and (c.mask is not None or c.text.shape[1] < longest) for c in conditions)
     padded = []
     for condition in conditions:
-        text, mask = condition.text, condition.mask
-        if text is not None and mask is not None and (missing := longest - text.shape[1]):
+        text = condition.text
+        if text is not None and masked:
+            mask, missing = condition.real, longest - text.shape[1]
             # A mask of zeros beside the zeros: networks must not attend to what only makes batches even.
-            text, mask = pad(text, (0, 0, 0, missing)), pad(mask, (0, missing))
+            text, mask = (pad(text, (0, 0, 0, missing)), pad(mask, (0, missing))) if missing else (text, mask)
             condition = replace(condition, text=text, mask=mask)
         padded.append(condition)
     return padded
+
+
+def pooled_states(pooled: int, width: int) -> int:
+    """How many states of D = `width` numbers hold a pooled vector of so many."""
+    return -(-pooled // width) if pooled else 0
 
 
 class Denoiser(Protocol):

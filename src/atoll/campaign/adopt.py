@@ -153,9 +153,10 @@ def _check_fit(
         raise ConfigError(
             f"{origin.name!r} has settings that make no network ({first_line(error)})", "adopt another one"
         ) from None
+    origin.check_text(adapter, shape)
     implied = asdict(adapter.made_for(settings, shape))
     for part, value in asdict(shape).items():
-        if part != "text_length" and implied[part] != value:
+        if part in _WORDS and implied[part] != value:
             raise ConfigError(
                 f"{origin.name!r} was made for {_WORDS[part].format(implied[part])}, the campaign's data have"
                 f" {value}",

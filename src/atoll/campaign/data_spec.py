@@ -10,7 +10,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan, experts_of, made_by, read_partition, stored_bytes, training_columns
 from atoll.data.encode import captions_of
 from atoll.data.samples import data_shape, null_states
-from atoll.encoders.text import text_size
+from atoll.encoders.text import text_form
 from atoll.encoders.vae import latent_size
 from atoll.networks.settings import DataShape
 
@@ -81,7 +81,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
         dataset = campaign.dataset()
         rows = len(dataset.split("train")) if dataset.has_column("split") else len(dataset)
         if all(made_by(dataset, name, by) for name, by in training_columns(config).items()):
-            shape = data_shape(dataset, config.condition, config.data.text_column)
+            shape = data_shape(dataset, config.condition, config.data.text_column, config.network.guidance)
         else:  # rows and pictures are there: they tell as much as they can
             shape = _shape_of_settings(campaign)
             if config.data.vae == "none" and dataset.manifest.mode is not None:
@@ -107,10 +107,11 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
                 held = sum(shard.bytes for shard in column.meta.shards)
                 tokens = held / (token_bytes(width, precomputed) * captions)
             else:
-                width, longest = text_size(config.data.text_encoder, config.data.text_length)
+                form = text_form(config.data.text_encoder, config.data.text_length)
+                width, longest = form.width, form.length
                 # Tokenizers make about one token of four bytes of English, and add one or two of their own.
                 lengths = [2 + len(caption.encode()) / 4 for part in distinct for caption in part]
-                tokens = sum(min(longest, length) for length in lengths) / count
+                tokens = longest if form.pooled else sum(min(longest, n) for n in lengths) / count
             text = CaptionBytes(captions, tokens, width, counted, precomputed)
     sizes = [rows // k + (number < rows % k) for number in range(k)] if rows else []
     known_bytes = [row_bytes(shape, precomputed) * size for size in sizes] if sizes else None
@@ -141,6 +142,7 @@ def _shape_of_settings(campaign: Campaign) -> DataShape:
             sizes = [(latent_size(settings.vae, w)[1], latent_size(settings.vae, h)[1]) for w, h in sizes]
         shape = replace(shape, sizes=tuple((height, width) for width, height in sizes))
     if config.condition == "text":
-        width, length = text_size(settings.text_encoder, settings.text_length)
-        return replace(shape, text_width=width, text_length=length)
+        form = text_form(settings.text_encoder, settings.text_length)
+        shape = replace(shape, text_width=form.width, text_length=form.length, pooled_width=form.pooled)
+        return replace(shape, guidance=config.network.guidance)
     return replace(shape, classes=CLASSES) if config.condition == "class" else shape

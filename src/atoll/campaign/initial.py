@@ -21,6 +21,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.encoders.text import text_form
 from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
@@ -149,7 +150,7 @@ def publish_initial(
 
 def check_checkpoints(config: CampaignConfig, beside: str) -> None:
     """Refuse a checkpoint that is not there or of another class, before any work; paths are from `beside`."""
-    warned = set()
+    warned = set[Any]()
     # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
@@ -158,7 +159,11 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
             continue
         warned.add((network, objective))
         with _named_by_setting():
-            origin = _find(network, beside)
+            shape = DataShape(1, 1)
+            if config.condition == "text":
+                form = text_form(config.data.text_encoder, config.data.text_length)
+                shape = DataShape(1, 1, form.width, form.length, 0, form.pooled, network.guidance)
+            origin = _find(network, beside, shape)
         with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
             settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
@@ -177,12 +182,14 @@ class Checkpoints:
         self._read: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._told: set[str] = set()
 
-    def publish(self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str) -> str:
+    def publish(
+        self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str, shape: DataShape
+    ) -> str:
         """Publish what fits of `settings.init` as the run's `init/`; the digest of the weights."""
         name = settings.init
         if name not in self._read:
             with _named_by_setting():
-                checkpoint = _find(settings, self.beside)
+                checkpoint = _find(settings, self.beside, shape)
                 tensors = checkpoint.weights()
             named = {"name": checkpoint.name, "class": checkpoint.class_name}
             self._read[name] = ({**named, "weights_sha256": digest_tensors(tensors)}, tensors)
@@ -259,7 +266,7 @@ def pretrain_finished(campaign: Campaign) -> bool:
     return bool(campaign.config.budget.pretrain) and Checkpoint(campaign.store, "pretrain/expert").published
 
 
-def _find(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
+def _find(settings: NetworkConfig, beside: str, shape: DataShape) -> DiffusersCheckpoint:
     checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
     if checkpoint.class_name != wanted:
@@ -267,6 +274,8 @@ def _find(settings: NetworkConfig, beside: str) -> DiffusersCheckpoint:
             f"{settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
             "give a checkpoint of that class, or set network.family",
         )
+    if family(settings.family).tokens:
+        checkpoint.check_text(family(settings.family), shape)
     return checkpoint
 
 

@@ -66,7 +66,7 @@ def make_islands(campaign: Campaign) -> Partition:
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)
     partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
-    shape = data_shape(dataset, config.condition, config.data.text_column)
+    shape = data_shape(dataset, config.condition, config.data.text_column, config.network.guidance)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     # From here on files of the runs are written, which settings that change later would not agree with.
     campaign.freeze()
@@ -128,7 +128,7 @@ def _write_runs(
                     "give it the campaign's heads and head_width, or set budget.pretrain=0",
                 )
         if start == "checkpoint":
-            weights = checkpoints.publish(store.sub(run.folder), initial, settings, partition.hash)
+            weights = checkpoints.publish(store.sub(run.folder), initial, settings, partition.hash, shape)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(

@@ -135,11 +135,12 @@ def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
     each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
     longest = job.run().max_length
     say(f"text: {many(len(dataset), 'row')} of at most {longest} tokens{each}")
-    if longest == encoder.max_length:  # else no caption can have been cut
+    if encoder.pooled or longest == encoder.max_length:  # else no caption can have been cut
         shards = (captions_of(dataset, shard) for shard in range(len(dataset.shards)))
         cut = sum(len(encoder.too_long([text for row in rows for text in row])) for rows in shards)
         if cut:
-            say(f"note: training sees {longest} tokens of {many(cut, 'longer caption')} (data.text_length)")
+            most, longer = encoder.max_length, many(cut, "longer caption")
+            say(f"note: training sees {most} tokens of {longer} (data.text_length)")
 
 
 def _progress(name: str, dataset: DataSet) -> Progress:

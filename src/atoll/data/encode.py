@@ -21,8 +21,11 @@ def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
 
     Not by the device: a machine without a GPU may finish what workers with GPUs have begun.
     """
-    hashes = {} if encoder.network is None else {"rounded": rounded_hashes(encoder.network)}
-    return {**encoder.producer(), **hashes}
+    producer, towers = encoder.producer(), getattr(encoder, "towers", [encoder])
+    for part, network in zip(producer.get("parts", [producer]), [t.network for t in towers], strict=True):
+        if network is not None:
+            part["rounded"] = rounded_hashes(network)
+    return producer
 
 
 def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | None = None) -> ColumnJob:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atoll.base.condition import Condition
+from atoll.base.condition import Condition, pooled_states
 from atoll.base.errors import DataError
 from atoll.data.columns import Column, padded
 from atoll.data.dataset import DataSet
@@ -85,15 +85,19 @@ class Samples:
         `draw` gives a uniform for each, to choose among several captions of a row; else the first counts.
         """
         cond = self.whole(self.stored(index, draw))
-        return cond if cond.text is None else replace(cond, text=cond.text.float())
+        return cond.map(lambda part: part.float() if part.is_floating_point() else part)
 
     def stored(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
         """The same as they lie in the columns: `text` is all states or tokens `(sum of lengths, ...)`."""
         rows = self.rows[index]
         if self._text is not None:
-            text, mask = self._text.read_packed(rows, self.shape.text_length, draw)
+            # Those of several encoders are equally long, and before them stands a pooled vector.
+            length = None if self.shape.pooled_width else self.shape.text_length
+            text, mask = self._text.read_packed(rows, length, draw)
             if self.encoder is not None:  # it is asked for no more than the longest text
                 mask = mask[:, : int(mask.any(0).sum())]
+            if bool(mask.all()):  # found here, as a GPU would have to be waited for
+                return Condition(text=text.view(*mask.shape, *text.shape[1:]))
             return Condition(text=text, mask=mask)
         if self._labels is not None:
             return Condition(labels=self._labels[torch.from_numpy(rows)])
@@ -101,22 +105,23 @@ class Samples:
 
     def whole(self, cond: Condition) -> Condition:
         """What `stored` gave, on any device: states `(B, L, D)`, in the column's own type of numbers."""
-        if cond.text is None or cond.mask is None:
+        if cond.text is None:
             return cond
-        states, mask = padded(cond.text, cond.mask), cond.mask
+        states, mask = cond.text if cond.mask is None else padded(cond.text, cond.mask), cond.mask
         if self.encoder is not None:
+            real = Condition(text=states, mask=mask).real
             # Half, as stored states are: training must not depend on whether they were precomputed.
-            states = self.encoder.encode_tokens(states, mask).half()
-            missing = self.shape.text_length - states.shape[1]
-            states, mask = pad(states, (0, 0, 0, missing)), pad(mask, (0, missing))
-        return Condition(text=states, mask=mask)
+            states = self.encoder.encode_tokens(states, real).half()
+            if missing := 0 if self.shape.pooled_width else self.shape.text_length - states.shape[1]:
+                states, mask = pad(states, (0, 0, 0, missing)), pad(real, (0, missing))
+        return Condition.of_text(states, mask, self.shape.pooled_width, self.shape.guidance)
 
     @cached_property
     def null(self) -> Condition:
         """The null condition: the encoding of "" as it is stored, the null label, or nothing. One row."""
         if self._text is not None:
             states = null_states(self._text)[None]
-            return Condition(text=states, mask=torch.ones(states.shape[:2], dtype=torch.bool))
+            return Condition.of_text(states, None, self.shape.pooled_width, self.shape.guidance)
         if self._labels is not None:
             return Condition(labels=torch.tensor([self.shape.classes]))
         return Condition()
@@ -147,8 +152,10 @@ def null_states(column: Column) -> Tensor:
     return states
 
 
-def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -> DataShape:
-    """What networks must fit, read from the columns; `text` is that of captions."""
+def data_shape(
+    dataset: DataSet, condition: ConditionKind, text: str = "text", guidance: bool = False
+) -> DataShape:
+    """What networks must fit, read from the columns; `text` is that of captions, `guidance` the settings'."""
     latents = dataset.column("latents")
     ragged = latents.meta.kind == "ragged"
     if len(latents.meta.shape) != (1 if ragged else 3):
@@ -170,8 +177,9 @@ def data_shape(dataset: DataSet, condition: ConditionKind, text: str = "text") -
         column = dataset.column(text)
         null = null_states(column)
         # One length for all batches: another shape would compile the network anew.
-        length = max(column.meta.max_length, int(null.shape[0]))
-        return replace(shape, text_width=int(null.shape[-1]), text_length=length)
+        (length, width), pooled = null.shape, int(column.meta.producer.get("pooled", 0))
+        length = length - pooled_states(pooled, width) if pooled else max(column.meta.max_length, length)
+        return replace(shape, text_width=width, text_length=length, pooled_width=pooled, guidance=guidance)
     if condition == "class":
         return replace(shape, classes=int(dataset.labels.max()) + 1)
     return shape

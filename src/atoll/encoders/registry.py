@@ -5,10 +5,10 @@ Classes outside these tuples are never loaded: Atoll runs the code of no folder 
 
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ from atoll.base.hashing import digest_tensors
 if TYPE_CHECKING:  # settings and cards know encoders by name, and are read without torch
     from torch import nn
 
+JOIN = " + "
+"""Between the names of several text encoders whose states are joined."""
 AUTOENCODERS = ("AutoencoderDC", "AutoencoderKL", "AutoencoderTiny")
 """Of diffusers."""
 TOWERS = {
@@ -38,6 +40,8 @@ TOWERS = {
     "xlm-roberta": "XLMRobertaModel",
 }
 """Class of the text tower in transformers by the `model_type` of its config."""
+PROJECTED = "CLIPTextModelWithProjection"
+"""That of CLIP's where the config names it."""
 # Versions of transformers call the same tokenizer by different names.
 _TOKENIZED = "Bert CLIP DistilBert Gemma MPNet Qwen2 Roberta Siglip T5 XLMRoberta"
 TOKENIZERS = (
@@ -59,8 +63,11 @@ SCHEDULERS = (
 COMPONENTS = {
     "scheduler": ("diffusers", SCHEDULERS),
     "vae": ("diffusers", AUTOENCODERS),
-    "text_encoder": ("transformers", tuple(TOWERS.values())),
-    "tokenizer": ("transformers", TOKENIZERS),
+    **{
+        f"{kind}{number}": ("transformers", classes)
+        for number in ("", "_2", "_3")
+        for kind, classes in (("text_encoder", (*TOWERS.values(), PROJECTED)), ("tokenizer", TOKENIZERS))
+    },
 }
 """Library and classes of the parts of a pipeline that diffusers and transformers load."""
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
@@ -103,14 +110,26 @@ def licence_of(name: str) -> str | None:
     return KNOWN[name].licence if name in KNOWN else None
 
 
+def text_parts(producer: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Who made text states, by the part of a pipeline that it is: `text_encoder`, `text_encoder_2`, ..."""
+    parts = [] if producer is None else producer.get("parts") or [producer]
+    return {f"text_encoder{f'_{n + 1}' if n else ''}": part for n, part in enumerate(parts)}
+
+
+def with_tokenizers(parts: Iterable[str]) -> list[str]:
+    """The names of text encoders in a pipeline, each before that of its tokenizer."""
+    return [name for part in parts for name in (part, part.replace("text_encoder", "tokenizer"))]
+
+
 def check_known(name: str, allowed: Collection[str]) -> None:
     """Refuse to load an encoder that only a card names, and that is not `allowed` by the user either."""
     # A card comes from a stranger: it must not choose what is fetched and run here.
-    if name not in KNOWN and name not in allowed:
-        raise ConfigError(
-            f"the model names the encoder {name!r}, which Atoll does not know",
-            f"if you trust it, load the model with encoders=[{name!r}]",
-        )
+    for one in () if name in allowed else name.split(JOIN):
+        if one not in KNOWN and one not in allowed:
+            raise ConfigError(
+                f"the model names the encoder {one!r}, which Atoll does not know",
+                f"if you trust it, load the model with encoders=[{one!r}]",
+            )
 
 
 # A constant beyond this is a slip or an attack, and would only show as NaN in every picture.

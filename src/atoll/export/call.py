@@ -143,6 +143,8 @@ class Call(BaseModel):
                 what = "guidance needs negative_prompt_embeds beside prompt_embeds"
                 raise ConfigError(what, 'give the states of "", or guidance_scale=1')
             pairs["negative_prompt"] = self.negative_prompt_embeds, self.negative_prompt_attention_mask
+        if card.shape.pooled_width:
+            raise ConfigError("this model takes a pooled vector beside prompt_embeds", "give prompt")
         width, parts = card.shape.text_width, [Condition()] * 2
         for n, (name, (states, mask)) in enumerate(pairs.items()):
             if states.ndim != 3 or states.shape[2] != width:

@@ -10,11 +10,19 @@ from torch import nn
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
-from atoll.encoders.registry import check_known, licence_of, rounded_hashes, weights_hash
+from atoll.encoders.registry import (
+    check_known,
+    licence_of,
+    rounded_hashes,
+    text_parts,
+    weights_hash,
+    with_tokenizers,
+)
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.model.card import Card
 from atoll.model.checkpoint import use_default_permissions
+from atoll.model.folder import OTHERS
 
 Copied = Literal["auto", "copy", "name"]
 LARGEST = 2 * 10**9
@@ -28,23 +36,27 @@ def by_name(
 
     `ConfigError` where one is neither known nor `allowed`, cannot be found, or has other weights by now.
     """
-    components: dict[str, Any] = {}
-    if card.text is not None and not any(n in there or n in given for n in ("text_encoder", "tokenizer")):
+    components, parts = dict[str, Any](), text_parts(card.text)
+    if card.text is not None and not any(n in there or n in given for n in with_tokenizers(parts)):
         check_known(card.text["name"], allowed)
-        encoder = text_encoder(card.text["name"])
-        components = {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
+        for part, tower in zip(parts, text_encoder(card.text["name"]).towers, strict=True):
+            components |= zip(with_tokenizers([part]), (tower.network, tower.tokenizer), strict=True)
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
         check_known(card.latents["name"], allowed)
         components["vae"] = autoencoder_of(card.latents).network
     return components
 
 
-def check_encoders(card: Card, tower: nn.Module | None, vae: nn.Module | None) -> None:
+def check_encoders(card: Card, components: Mapping[str, Any]) -> None:
     """Refuse an encoder that is not the one of the training, by the name under which that is known."""
-    if tower is not None and card.text is None:
-        raise ConfigError("this model takes no text", "leave text_encoder out")
-    for part, network, producer in (("text encoder", tower, card.text), ("VAE", vae, card.latents)):
-        if network is None or producer is None or weights_hash(network) == producer["hash"]:
+    parts = text_parts(card.text)
+    for name, tower in components.items():
+        if name.startswith("text_encoder") and name not in parts and tower is not None:
+            takes = "so many text encoders" if parts else "text"
+            raise ConfigError(f"this model takes no {takes}", f"leave {name} out")
+    texts = [("text encoder", components.get(name), producer) for name, producer in parts.items()]
+    for part, network, producer in (*texts, ("VAE", components.get("vae"), card.latents)):
+        if network is None or weights_hash(network) == producer["hash"]:
             continue
         # The states of another encoder look alike and mean something else: pictures would only be worse.
         # One that was saved in 16 bits is held against the hash of the training's in as many.
@@ -62,24 +74,24 @@ def copy_encoders(
     `places` are folders by component; `card` says what made latents and text states.
     """
     result: dict[str, list[str | None]] = {}
-    for name in ("vae", "text_encoder", "tokenizer"):
-        producer = (card.latents if name == "vae" else card.text) or {"name": "none"}
-        component, place = components.get(name), root / places.get(name, name)
-        network = component if name == "vae" else components.get("text_encoder")
+    for name in OTHERS[1:]:  # an earlier export's copy would go along, perhaps against its licence
+        shutil.rmtree(root / name, ignore_errors=True)
+    for name in ("vae", *with_tokenizers(text_parts(card.text))):
+        part = name.replace("tokenizer", "text_encoder")
+        producer = {**text_parts(card.text), "vae": card.latents}.get(part, {"name": "none"})
+        component, place, network = components.get(name), root / places.get(name, name), components.get(part)
         size = 0 if network is None else sum(p.numel() * p.element_size() for p in network.parameters())
         outside = "asked for" if how == "name" else None
         if how == "auto" and licence_of(producer["name"]) is None:
             outside = "its licence is not known to Atoll"
         elif how == "auto" and size > LARGEST:
             outside = f"it has {size / 1e9:.1f} GB"
-        # An earlier export's copy would go along, perhaps against its licence.
-        shutil.rmtree(place, ignore_errors=True)
         result[name] = [None, None]
         if component is not None and outside is None:
             component.save_pretrained(str(place))
             use_default_permissions(place)
             result[name] = ["diffusers" if name == "vae" else "transformers", type(component).__name__]
-        elif producer["name"] != "none" and name != "tokenizer":
+        elif producer["name"] != "none" and name == part:
             say(f"  {name} stays outside ({outside}): it will be looked for as {producer['name']!r}")
     return result
 

@@ -74,7 +74,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     manifest.check_indices(store, "ensemble")
     router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, allowed=campaign.config.encoders)
-    check_encoders(router, networks.get("text_encoder"), networks.get("vae"))
+    check_encoders(router, networks)
 
     # The manifest and its signature are the last to come, so they are the first to go.
     mark_incomplete(root)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.pictures import to_images
+from atoll.encoders.registry import text_parts, with_tokenizers
 from atoll.encoders.text import TextEncoder, prompt_length
 from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
@@ -69,13 +70,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         router: says which expert knows a noisy picture; with its card.
         scheduler: any diffusers scheduler of flows.
         vae: autoencoder of the latents; None where pixels are the latents.
-        text_encoder: text tower; None without text.
+        text_encoder: text tower; None without text. Of SD3 and Flux there are more.
         num_inference_steps: of a call that names none, as guidance (1 is none) and routing are.
     """
 
     # The router is left out: in the sequence, its call at each step would send the experts back to the CPU.
-    model_cpu_offload_seq = "text_encoder->experts->vae"
-    _optional_components = ["vae", "text_encoder", "tokenizer"]
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->text_encoder_3->experts->vae"
+    _optional_components = [*OTHERS[1:]]
     _callback_tensor_inputs = ["latents"]
 
     def __init__(
@@ -86,6 +87,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         vae: nn.Module | None = None,
         text_encoder: nn.Module | None = None,
         tokenizer: Any = None,
+        text_encoder_2: nn.Module | None = None,
+        tokenizer_2: Any = None,
+        text_encoder_3: nn.Module | None = None,
+        tokenizer_3: Any = None,
         num_inference_steps: int = 50,
         guidance_scale: float = 2.0,
         routing: str = "once",
@@ -95,16 +100,11 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             raise ConfigError("the router has no card", "load it with AtollPipeline.from_pretrained")
         # Parts of two campaigns fit in shape and draw nonsense, so the cards decide.
         check_router(router.card, experts.every_card, len(experts), router.config.num_experts)
-        check_encoders(router.card, text_encoder, vae)
+        given = dict(locals())
+        others = {name: given[name] for name in OTHERS}
+        check_encoders(router.card, others)
         check_flow(scheduler)
-        self.register_modules(
-            experts=experts,
-            router=router,
-            scheduler=scheduler,
-            vae=vae,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-        )
+        self.register_modules(experts=experts, router=router, **others)
         self.register_to_config(
             num_inference_steps=num_inference_steps,
             guidance_scale=float(guidance_scale),
@@ -244,9 +244,13 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         costs = Costs.of(card, bank.cards, len(bank), bank.pretrain_card)
         networks = Bank(bank, RouterModel(self.router, card), bank.missing, costs, bank.pretrain)
         encoder = vae = None
-        if card.text is not None and self.text_encoder is not None:
-            tower, length = self.text_encoder, prompt_length(self.text_encoder, card.text["max_length"])
-            encoder = TextEncoder("", self.tokenizer, tower, length, card.shape.text_width, device)
+        parts = [getattr(self, name) for name in with_tokenizers(text_parts(card.text))]
+        if card.text is not None and all(part is not None for part in parts):
+            length = card.text["max_length"]
+            if not card.shape.pooled_width:
+                length = prompt_length(self.text_encoder, length)
+            pairs = [*zip(parts[::2], parts[1::2], strict=True)]
+            encoder = TextEncoder(card.text["name"], pairs, length, device)
         if not self._lacks_vae:
             by = card.latents
             constants = by["shift"], by["scale"], str(device)
@@ -335,8 +339,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         bank.warn_of_missing()
         if torch_dtype is not None:
             # After the load, since digests are of the numbers as they were written.
-            for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder):
-                cast(part, torch_dtype)
+            for part in (pipe.experts, pipe.router, *(getattr(pipe, name) for name in OTHERS)):
+                cast(part if isinstance(part, nn.Module) else None, torch_dtype)
         return pipe
 
     def save_pretrained(

@@ -8,8 +8,8 @@ and Flux run Euler itself, but read padding: the functions at the end hide it.
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
+from atoll.encoders.registry import text_parts, with_tokenizers
 from atoll.encoders.text import prompt_length
 from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
@@ -84,6 +85,14 @@ class Stock:
     hide: Callable[[Any, Any, Any], Any] | None = None
     attention: tuple[str, str] | None = None
 
+    def whole(self, parts: Sequence[str]) -> "Stock":
+        """The same for a model that has all text encoders of its pipeline, and saw padding as that does."""
+        if len(parts) != (count := 1 + len(self.empty) // 2):
+            what = f"a stock {self.limits.pipeline} has {count} text encoders, and this model {len(parts)}"
+            raise ConfigError(what, "export the ensemble")
+        names = {name: name for name in ("vae", *with_tokenizers(parts))}
+        return replace(self, components=names, remarks=(), empty=(), hide=None, attention=None)
+
     def shifted(self, shift: float) -> dict[str, Any]:
         """Content of `scheduler_config.json` under a time shift."""
         # The two classes have different names for the same time shift; an unknown name is passed over.
@@ -98,7 +107,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     published = Checkpoint.of_run(campaign.store, request.model)
     card, sampling = published.card, campaign.config.sampling
     limits_of(card.family)
-    stock = STOCK[card.family]
+    stock, several = STOCK[card.family], card.shape.pooled_width > 0
+    if several:
+        stock = stock.whole([*text_parts(card.text)])
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
@@ -119,12 +130,14 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if vae is not None and type(vae).__name__ not in ("AutoencoderKL", "AutoencoderTiny"):
         what = f"a stock {stock.limits.pipeline} does not run {type(vae).__name__}"
         raise ConfigError(what, "it takes AutoencoderKL and AutoencoderTiny")
-    check_encoders(card, loaded.get("text_encoder"), vae)
+    check_encoders(card, loaded)
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
         raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")
 
     root.mkdir(parents=True, exist_ok=True)
     parts = copy_encoders(root, card, request.encoders, loaded, stock.components)
+    if several and [None, None] in [parts[name] for name in stock.components if name != "vae"]:
+        raise ConfigError("README.md cannot name several text encoders", "use --encoders copy")
     index: dict[str, Any] = {
         "_class_name": stock.limits.pipeline,
         "_diffusers_version": version("diffusers"),
@@ -154,7 +167,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     use_default_permissions(root / "transformer")
 
     # Prompts may be longer than training's captions: as long as the text encoder takes.
-    length = prompt_length(loaded["text_encoder"], card.text["max_length"]) if card.text else 0
+    length = int(card.text["max_length"]) if card.text else 0
+    length = prompt_length(loaded["text_encoder"], length) if card.text and not several else length
     # Pixels a latent pixel, as diffusers' pipelines count them.
     factor = None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
     arguments = call_arguments(card, length, factor, defaults(sampling))
@@ -224,6 +238,12 @@ def call_arguments(
     elif card.family == "flux":  # its guidance by two calls has a name of its own, and it knows no size
         side = card.shape.size * (factor or WITHOUT_VAE)
         asked = {"height": side, "width": side, "num_inference_steps": steps, "true_cfg_scale": guidance}
+    if card.shape.pooled_width:  # the pipeline encodes prompts by itself
+        asked |= {"prompt": ["a prompt"], "max_sequence_length": length}
+        if card.shape.guidance:
+            asked["guidance_scale"] = asked.pop("true_cfg_scale")
+        elif card.family == "flux":
+            asked["negative_prompt"] = [""]
     return asked if factor else {**asked, "output_type": "latent"}
 
 
@@ -247,15 +267,17 @@ def _picture(
     pipe.set_progress_bar_config(disable=True)
     arguments, texts = dict(arguments), prompts(campaign, SHOWN) or [""]
     drawn = len(texts) if card.condition == "text" else SHOWN
+    if stock.limits.shifts and pipe.vae is not None and not card.latents["shift"]:
+        # These pipelines add the shift of the VAE's config, and fail where it is None.
+        pipe.vae.register_to_config(shift_factor=0.0)
     if card.condition != "text":
         labels = arguments["class_labels"] if card.condition == "none" else range(card.shape.classes)
         arguments["class_labels"] = [labels[n % len(labels)] for n in range(SHOWN)]
     elif stock.hide is None:
         arguments["prompt"] = texts
+        if "negative_prompt" in arguments:
+            arguments["negative_prompt"] = [""] * drawn
     else:
-        if pipe.vae is not None and not card.latents["shift"]:
-            # These pipelines add the shift of the VAE's config, and fail where it is None.
-            pipe.vae.register_to_config(shift_factor=0.0)
         if stock.attention:
             module, name = stock.attention
             pipe.transformer.set_attn_processor(getattr(import_module(module), name)())

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
+from atoll.encoders.registry import with_tokenizers
 from atoll.model.card import LARGEST_K, REMEDY, WEIGHTS, Card
 from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.generation import Generation
@@ -35,7 +36,7 @@ PIPELINE = "AtollPipeline"
 BANK = ("atoll.export.bank", "ExpertBank")
 ROUTER = ("atoll.networks.router", "Router")
 """Import paths that `model_index.json` names: folders of any age are read through them, so they stay."""
-OTHERS = ("scheduler", "vae", "text_encoder", "tokenizer")
+OTHERS = ("scheduler", "vae", *with_tokenizers(("text_encoder", "text_encoder_2", "text_encoder_3")))
 SCHEDULER = "scheduler/scheduler_config.json"
 DEFAULTS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routing": "routing"}
 """Fields of `Generation`, and what a diffusers pipeline calls them."""

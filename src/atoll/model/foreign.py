@@ -5,7 +5,7 @@ Only `config.json` and safetensors are read: never pickle, and no code that lies
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
 from atoll.model.card import WEIGHTS
+from atoll.model.checkpoint import CARD
 from atoll.model.expert import FileWeights
-from atoll.networks.families import kept_buffers
+from atoll.networks.families import Family, kept_buffers
+from atoll.networks.settings import DataShape
 from atoll.store.store import Absent
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -45,6 +47,35 @@ class DiffusersCheckpoint:
         places += [self.folder / file] if file != "config.json" else []
         found = next((place for place in places if place.is_file()), None)
         return None if found is None else _json(self.name, found)
+
+    def check_text(self, adapter: Family, shape: DataShape) -> None:
+        """Refuse data whose text, or networks whose guidance, is not what the checkpoint was trained with."""
+        needs = adapter.made_for({**adapter.defaults(), **self.settings}, shape)
+        card, index = self.beside("..", CARD) or {}, self.beside("..", "model_index.json") or {}
+        parts = sorted(part for part, kind in index.items() if part.startswith("text_encoder") and kind[0])
+        root = self.name.removesuffix("/transformer")
+        theirs = ", ".join(f"{root}/{part}" for part in parts) or "those of its pipeline, in their order"
+        trained = card.get("shape")  # Atoll's own may have learned without a pooled vector
+        if isinstance(trained, dict) and not trained.get("pooled_width"):
+            needs = replace(needs, pooled_width=0)
+        if needs.pooled_width != shape.pooled_width:
+            wanted = f"a pooled text vector of {needs.pooled_width} numbers" if needs.pooled_width else "none"
+            ours = f"{shape.pooled_width or 'none'}" + (" numbers" if shape.pooled_width else "")
+            what = f"{self.name!r} takes {wanted}, the campaign's data.text_encoder gives {ours}"
+            raise ConfigError(
+                what, f"set data.text_encoder: [{theirs}]" if needs.pooled_width else "name one"
+            )
+        if needs.guidance != shape.guidance:
+            has = "takes its guidance scale as an input" if needs.guidance else "has no input for guidance"
+            value = str(needs.guidance).lower()
+            fix = f"set network.arguments: {{guidance_embeds: {value}}}"
+            raise ConfigError(f"{self.name!r} {has}, the campaign's networks are others", fix)
+        least, most = adapter.tokens or (0, shape.text_length)
+        clip = 77 if shape.pooled_width and adapter.name == "sd3" else 0  # CLIP's, which come first
+        if shape.pooled_width and not least <= shape.text_length - clip <= most:
+            learned = f"{self.name!r} was trained on {least} to {most} tokens of T5"
+            what = f"{learned}, the campaign's data have {shape.text_length - clip}"
+            raise ConfigError(what, f"set data.text_length={least} or {most}, as its pipeline does")
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU; `ConfigError` if a file is missing or damaged."""
@@ -89,7 +120,8 @@ def find(name: str, beside: Path) -> DiffusersCheckpoint:
         if not HUB_NAME.fullmatch(name):
             raise ConfigError(f"there is no folder {folder}", _FIX)
         names = ["config.json", WEIGHTS, INDEX, WEIGHTS.replace(".", "-*-of-*.", 1)]
-        others = ["scheduler/scheduler_config.json", "vae/config.json"]  # what it was trained on
+        # What it was trained on.
+        others = ["scheduler/scheduler_config.json", "vae/config.json", "model_index.json"]
         folder = fetch(name, [*names, *others, *(f"transformer/{n}" for n in names)], _FIX)
     if not (folder / "config.json").is_file() and (folder / "transformer" / "config.json").is_file():
         folder = folder / "transformer"

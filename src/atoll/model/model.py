@@ -19,7 +19,7 @@ from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_json
 from atoll.base.text import Size, many, parse_size
-from atoll.encoders.registry import check_known
+from atoll.encoders.registry import check_known, text_parts, with_tokenizers
 from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
@@ -182,9 +182,10 @@ class Model:
     def encoder(self) -> TextEncoder:
         """The text encoder of the training; `ConfigError` if its weights are others by now."""
         assert self.card.text is not None
-        places = None
-        if self._folder is not None and {"text_encoder", "tokenizer"} <= {*self._folder.components}:
-            places = str(self._folder.root / "text_encoder"), str(self._folder.root / "tokenizer")
+        names, places = with_tokenizers(text_parts(self.card.text)), list[tuple[str, str]]()
+        if self._folder is not None and {*names} <= {*self._folder.components}:
+            paths = [str(self._folder.root / name) for name in names]
+            places = [*zip(paths[::2], paths[1::2], strict=True)]
         else:
             check_known(self.card.text["name"], self._allowed)
         # What the training saw of captions bounds no prompt: its states are as long as it is.
@@ -253,7 +254,9 @@ class Model:
             known |= {text: row[mask] for text, row, mask in zip(new, padded, real, strict=True)}
         rows = [known[text] for text in wanted]
         states, lengths = pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
-        both = Condition(text=states, mask=torch.arange(states.shape[1]) < lengths[:, None])
+        mask, shape = torch.arange(states.shape[1]) < lengths[:, None], self.card.shape
+        seen = None if bool(mask.all()) else mask
+        both = Condition.of_text(states, seen, shape.pooled_width, shape.guidance)
         # The latest texts are kept. A new dictionary: threads of a server may ask at once.
         latest = [*(text for text in known if text not in {*wanted}), *dict.fromkeys(wanted)]
         self._known_texts = {text: known[text] for text in latest[-REMEMBERED:]}

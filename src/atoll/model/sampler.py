@@ -9,7 +9,7 @@ import inspect
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self, TypeVar
 
@@ -128,6 +128,9 @@ class Sampler:
         # Guidance: the null branch's rows stand after the conditional ones, in one evaluation. Without a
         # condition there is none, whatever could serve it.
         scales = [row.generation.guidance for row in rows]
+        if cond.guidance is not None:  # an input of the network, which has no second branch then
+            self.cond = cond = replace(cond, guidance=x.new_tensor(scales))
+            scales = [1.0] * len(rows)
         self._guided = [] if cond.empty else [n for n, scale in enumerate(scales) if scale != 1]
         own = {scales[n] for n in self._guided}
         self._scale = own.pop() if len(own) == 1 else torch.tensor([scales[n] for n in self._guided])

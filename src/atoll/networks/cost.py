@@ -84,7 +84,11 @@ def empty_condition(shape: DataShape, batch: int) -> Condition:
     if not shape.text_width:
         return Condition(labels=labels)
     text = torch.empty(batch, shape.text_length, shape.text_width)
-    return Condition(labels=labels, text=text, mask=torch.ones(batch, shape.text_length, dtype=torch.bool))
+    mask = torch.ones(batch, shape.text_length, dtype=torch.bool)
+    if not shape.pooled_width:
+        return Condition(labels=labels, text=text, mask=mask)
+    scale = torch.ones(batch) if shape.guidance else None
+    return Condition(text=text, pooled=torch.empty(batch, shape.pooled_width), guidance=scale)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ which shapes it gets silently wrong. Nothing here trains or samples.
 """
 
 import importlib
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,9 @@ class Family:
     module: str
     # diffusers' sinusoids are made for times up to 1000: times in [0, 1] would look much alike.
     time_scale = 1000.0
+    # Fewest and most tokens that the last text encoder gives a published checkpoint; None where padding is
+    # hidden, so that their number does not matter.
+    tokens: tuple[int, int] | None = None
 
     def network_class(self) -> type[nn.Module]:
         """The diffusers class; imported only here, since each takes its time."""
@@ -58,11 +62,21 @@ class Family:
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         """An uninitialised network (the class's own defaults; see `initialise`)."""
         check_sides(self.name, config.patch, shape.latents)
-        return self.adapt(self.network_class()(**self.arguments(config, shape)))
+        known = self.defaults()
+        for name in config.arguments:
+            if name not in known:
+                what = f"network.arguments: {self.class_name} has no argument {name!r}"
+                raise ConfigError(what, nearest(name, known))
+        return self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
 
     def adapt(self, network: nn.Module) -> nn.Module:
         """Switch off what a class does by itself that must not happen; returns the network."""
         return network
+
+    def defaults(self) -> dict[str, Any]:
+        """The arguments of the class, with what counts where a `config.json` leaves one out."""
+        parameters = inspect.signature(self.network_class()).parameters
+        return {name: parameter.default for name, parameter in parameters.items()}
 
     def load(self, config: Mapping[str, Any]) -> nn.Module:
         """A network from the `config.json` that diffusers wrote, without its weights."""
@@ -76,7 +90,7 @@ class Family:
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """The network's output at time `t (B,)` in [0, 1] of its own schedule; a variance is cut off."""
-        if TAKES_TEXT[self.name] and (cond.text is None or cond.mask is None):
+        if TAKES_TEXT[self.name] and cond.text is None:
             fix = 'pass the stored encoding of "" for no text'
             raise ConfigError(f"{type(self).__name__} was called without text states", fix)
         return self._call(cast(Any, network), x, t * self.time_scale, cond)[:, : x.shape[1]]
@@ -134,13 +148,14 @@ class PixArt(Family):
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         channels, size = settings["in_channels"], settings["sample_size"]
-        return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
+        width = settings["caption_channels"]
+        return replace(shape, channels=channels, size=size, text_width=width, pooled_width=0, guidance=False)
 
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         output = network(
             x,
             encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
-            encoder_attention_mask=cond.mask,
+            encoder_attention_mask=cond.real,
             timestep=time,
         )
         return cast(Tensor, output.sample)
@@ -149,8 +164,22 @@ class PixArt(Family):
 class _Joint(Family):
     """A class whose text runs through the same attention as the picture."""
 
+    tokens = (256, 512)
+
+    def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
+        pooled = {"pooled_projection_dim": shape.pooled_width} if shape.pooled_width else {}
+        return super().arguments(config, shape) | {"joint_attention_dim": shape.text_width, **pooled}
+
+    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
+        return replace(
+            shape,
+            text_width=settings["joint_attention_dim"],
+            pooled_width=settings["pooled_projection_dim"],
+            guidance=bool(settings.get("guidance_embeds")),
+        )
+
     def _joint(
-        self, network: Any, x: Tensor, time: Tensor, cond: Condition, seen: Tensor, **more: Tensor
+        self, network: Any, x: Tensor, time: Tensor, cond: Condition, seen: Tensor | None, **more: Tensor
     ) -> Tensor:
         # Without `pooled` the class crashes. It takes no mask by itself and would attend to padding: then a
         # picture would depend on the longest prompt of its batch.
@@ -162,7 +191,7 @@ class _Joint(Family):
             encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
             pooled_projections=pooled.to(x.dtype),
             timestep=time,
-            joint_attention_kwargs={"attention_mask": seen[:, None, None]},
+            joint_attention_kwargs=None if seen is None else {"attention_mask": seen[:, None, None]},
             **more,
         )
         return cast(Tensor, output.sample)
@@ -224,7 +253,6 @@ class SD3(_Joint):
         _, heads, width = config.dimensions()
         return super().arguments(config, shape) | {
             "caption_projection_dim": heads * width,
-            "joint_attention_dim": shape.text_width,
             "pos_embed_max_size": max(map(max, shape.latents)) // config.patch,
             "qk_norm": "rms_norm",
         }
@@ -232,8 +260,8 @@ class SD3(_Joint):
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         # Not `sample_size`: the table of positions bounds the sides, and the class crops it to smaller ones.
         most = settings["pos_embed_max_size"] * settings["patch_size"]
-        channels, width = settings["in_channels"], settings["joint_attention_dim"]
-        return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
+        size = min(shape.size, most)
+        return replace(super().made_for(settings, shape), channels=settings["in_channels"], size=size)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         cast(Any, network).set_attn_processor(MaskedJointAttention())
@@ -246,8 +274,10 @@ class SD3(_Joint):
         if height % patch or width % patch or max(height, width) > most * patch:
             sides = f"multiples of {patch} up to {most * patch}"
             raise ConfigError(f"this SD3 takes no latents of {height}x{width}", f"use sides that are {sides}")
-        mask = cast(Tensor, cond.mask).bool()
-        seen = torch.cat([mask.new_ones(batch, (height // patch) * (width // patch)), mask], dim=1)
+        seen = None
+        if cond.mask is not None:
+            picture = cond.mask.new_ones(batch, (height // patch) * (width // patch))
+            seen = torch.cat([picture, cond.mask], dim=1)
         return self._joint(network, x, time, cond, seen)
 
 
@@ -272,7 +302,7 @@ class Flux(_Joint):
             "num_single_layers": common["num_layers"],
             "num_attention_heads": common["num_attention_heads"],
             "attention_head_dim": width,
-            "joint_attention_dim": shape.text_width,
+            **{name: common[name] for name in common if name.startswith(("joint", "pooled"))},
             "axes_dims_rope": (width - 2 * side, side, side),
         }
 
@@ -281,7 +311,7 @@ class Flux(_Joint):
         numbers, patch = settings["in_channels"], math.isqrt(settings["in_channels"] // shape.channels)
         fits = patch and numbers == shape.channels * patch**2 and shape.size % patch == 0
         channels = shape.channels if fits else numbers
-        return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
+        return replace(super().made_for(settings, shape), channels=channels)
 
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         batch, channels, height, width = x.shape
@@ -290,13 +320,16 @@ class Flux(_Joint):
         grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
         # FluxPipeline's numbering: the first axis is 0, then row and column; tokens of the text are all at 0.
         places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
-        mask = cast(Tensor, cond.mask).bool()
-        seen = torch.cat([mask, mask.new_ones(batch, rows * columns)], dim=1)
+        seen = None
+        if cond.mask is not None:
+            seen = torch.cat([cond.mask, cond.mask.new_ones(batch, rows * columns)], dim=1)
         # The order of FluxPipeline's `_pack_latents`: a student has to run in the stock pipeline too.
         tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
         tokens = tokens.reshape(batch, rows * columns, -1)
-        text_places = places.new_zeros(mask.shape[1], 3)
-        output = self._joint(network, tokens, time, cond, seen, img_ids=places, txt_ids=text_places)
+        more = {"img_ids": places, "txt_ids": places.new_zeros(cast(Tensor, cond.text).shape[1], 3)}
+        if network.config.guidance_embeds and cond.guidance is not None:
+            more["guidance"] = cond.guidance
+        output = self._joint(network, tokens, time, cond, seen, **more)
         output = output.reshape(batch, rows, columns, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
         return output.reshape(x.shape)
 

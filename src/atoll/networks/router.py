@@ -85,10 +85,10 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
             t * 1000.0, batch_size=x_t.shape[0], hidden_dtype=tokens.dtype
         )
         text = mask = None
-        if self.caption_projection is not None and cond.text is not None and cond.mask is not None:
+        if self.caption_projection is not None and cond.text is not None:
             text = self.caption_projection(cond.text.to(tokens.dtype))
             # A bias that is finite: with -inf, a row without any text would come out as NaN.
-            mask = ((1 - cond.mask.to(tokens.dtype)) * -10000.0)[:, None]  # diffusers' convention
+            mask = ((1 - cond.real.to(tokens.dtype)) * -10000.0)[:, None]  # diffusers' convention
         if self.label_embedding is not None:
             embedding, labels = cast(Any, self.label_embedding), cond.labels
             if labels is None:

@@ -52,6 +52,18 @@ class NetworkConfig(Config):
     """Initial weights: `scratch`, or a diffusers checkpoint (folder or hub name); what does not fit is
     random."""
 
+    arguments: dict[str, Any] = {}
+    """Further arguments of the diffusers class, as a checkpoint's `config.json` has them, such as
+    `{guidance_embeds: true, num_layers: 19}`."""
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def guidance(self) -> bool:
+        """Whether the guidance scale is an input, as of FLUX.1-dev, in place of a second evaluation."""
+        return bool(self.arguments.get("guidance_embeds"))
+
     def dimensions(self) -> tuple[int, int, int]:
         """Depth, heads and width of a head."""
         if self.size not in SIZES:
@@ -61,7 +73,7 @@ class NetworkConfig(Config):
 
     def architecture(self) -> tuple[Any, ...]:
         """What decides names and shapes of the weights, given the data."""
-        return self.family, self.dimensions(), self.patch
+        return self.family, self.dimensions(), self.patch, self.arguments
 
 
 _Size = Annotated[int, Field(ge=0, le=65536)]
@@ -77,6 +89,8 @@ class DataShape:
     text_width: _Size = 0  # D of the text states
     text_length: _Size = 0  # L that they are padded to
     classes: Annotated[int, Field(ge=0, le=10**8)] = 0  # number of class labels
+    pooled_width: _Size = 0  # P of the text's pooled vector
+    guidance: bool = False  # whether the guidance scale is an input
     # H and W of latents that keep their pictures' aspect, in order of width; none where all are squares.
     sizes: tuple[tuple[_Side, _Side], ...] = ()
 

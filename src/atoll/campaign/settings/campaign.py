@@ -19,7 +19,7 @@ from atoll.data.settings import (
     SourceConfig,
     check_names,
 )
-from atoll.encoders.registry import KNOWN
+from atoll.encoders.registry import JOIN, KNOWN
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.model.generation import Generation, Residency
 from atoll.model.routing import PRETRAIN, Routing
@@ -45,9 +45,11 @@ class DataConfig(Config):
     dedupe: DedupeConfig | None = None
     """Leave out near-duplicate images; `{}` uses the defaults."""
     text_encoder: str = "minilm"
-    """Frozen text encoder for condition `text`: `minilm`, a folder or a hub name."""
+    """Frozen text encoder for condition `text`: `minilm`, a folder or a hub name. A list, also written
+    `A + B`, joins several in the order of their pipeline, as SD3 (two CLIP, T5) and Flux (CLIP, T5) do."""
     text_length: int = Field(default=77, ge=1)
-    """Maximum tokens of a caption; longer captions are cut."""
+    """Maximum tokens of a caption; longer captions are cut. Several encoders pad to it: 256 for SD3 and
+    FLUX.1-schnell, 512 for FLUX.1-dev; CLIP takes 77."""
     precompute_text: bool = True
     """Encode all captions once, before training. If false, only token ids are stored and every training step
     encodes its captions (`atoll plan` compares both)."""
@@ -61,6 +63,11 @@ class DataConfig(Config):
     def text_column(self) -> str:
         """Column that training reads captions from."""
         return "text" if self.precompute_text else "tokens"
+
+    @field_validator("text_encoder", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        return JOIN.join(map(str, value)) if isinstance(value, list | tuple) else value
 
     @field_validator("source", mode="before")
     @classmethod
@@ -209,6 +216,9 @@ class CampaignConfig(Config):
         for network, _ in denoisers:
             network.dimensions()
             check_sides(network.family, network.patch if pixels else 1, sides)
+            if network.guidance != self.network.guidance:
+                what = "guidance_embeds of network.arguments differs from that of an island or the student"
+                raise ConfigError(what, "set it to one value for all")
             if TAKES_TEXT[network.family] != (self.condition == "text"):
                 raise ConfigError(
                     f"the {network.family} family does not take condition {self.condition!r}",
@@ -299,8 +309,9 @@ class CampaignConfig(Config):
 
     def large_states(self, rows: int = 0) -> list[str]:
         """A warning of text states over `LARGE_STATES`, of so many rows or of as many as training sees."""
-        known, data = KNOWN.get(self.data.text_encoder), self.data
-        most = 2 * data.text_length * (known.width if known else 0) * (rows or self.budget.samples)
+        data = self.data
+        width = max(KNOWN[name].width if name in KNOWN else 0 for name in data.text_encoder.split(JOIN))
+        most = 2 * data.text_length * width * (rows or self.budget.samples)
         large = self.condition == "text" and data.precompute_text and most > LARGE_STATES
         fix = "encode in training, data.precompute_text=false"
         return [f"warning: text states may take up to {size(most)}: {fix}"] * large
