@@ -48,10 +48,10 @@ CEILINGS: dict[str, float] = {
     "export": 1_563,
     "serve": 1_504,
     "curate": 2_722,
-    "tests": 31_704,
+    "tests": 31_737,
     "benchmarks": 3_857,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
-    "tour": 4_640,
+    "tour": 4_661,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,

@@ -16,14 +16,16 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
+from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.adopt import adopt
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.export.pipeline import AtollPipeline
+from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, find
 from atoll.model.model import Model
+from atoll.model.sampler import Sampler
 from atoll.train.run import train_run
 from helpers import command, merged, partitioned, refused, write_campaign
 from published import MADE, SIZE, loaded, pictures
@@ -230,19 +232,19 @@ def test_training_goes_on_from_all_of_its_weights(
             "sd3",
             {"data": {"text_encoder": "THERE/text_encoder_3"}},
             (
-                "takes a pooled text vector of 20 numbers, the campaign's data.text_encoder gives none",
+                "takes a pooled text of 20 numbers, data.text_encoder gives 0",
                 "set data.text_encoder: [THERE/text_encoder, THERE/text_encoder_2, THERE/text_encoder_3]",
             ),
         ),
         (
             "dev",
             {"data": {"text_encoder": ["THERE/text_encoder_2"]}},
-            ("a pooled text vector of 8 numbers", "[THERE/text_encoder, THERE/text_encoder_2]"),
+            ("a pooled text of 8 numbers", "[THERE/text_encoder, THERE/text_encoder_2]"),
         ),
         (
             "dev",
             {"network": {"arguments": {"guidance_embeds": False}}},
-            ("takes its guidance scale as an input", "network.arguments: {guidance_embeds: true}"),
+            ("has an input for guidance", "network.arguments: {guidance_embeds: true}"),
         ),
         (
             "schnell",
@@ -343,3 +345,34 @@ def test_an_exported_ensemble_holds_all_encoders(
     again = AtollPipeline.from_pretrained(tmp_path / "again")
     again.set_progress_bar_config(disable=True)
     assert torch.equal(again(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images, drawn)
+
+
+def test_rows_of_different_guidance_share_a_batch(adopted: Callable[[str], tuple[Path, Model]]) -> None:
+    """Each has its own scale as an input; a cluster's expert sees the rows that are its own."""
+    _, model = adopted("dev")
+    alone = list[Tensor]()
+    parts = list[Sampler]()
+    for seed, guidance in enumerate((1.0, 2.5)):
+        generation = model.generation.with_(steps=STEPS, guidance=guidance, seed=seed)
+        sampling = model.sampling(model.conditions(PROMPTS[seed]), generation)
+        alone.append(sampling.start(model.bank, [0]).run())
+        parts.append(sampling.start(model.bank, [0]))
+    parts[0].advance()
+    parts[1].advance()
+    torch.testing.assert_close(Sampler.merge(parts).run(), torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_a_card_whose_encoders_do_not_agree_is_refused(adopted: Callable[[str], tuple[Path, Model]]) -> None:
+    """It comes from a stranger: none of this may be found out in the middle of a picture."""
+    card = json.loads(adopted("dev")[1].card.model_dump_json())
+    assert card["shape"]["pooled_width"] == card["text"]["pooled"] == 8 and card["shape"]["guidance"]
+    for part, value in (
+        ("parts", 5),
+        ("parts", card["text"]["parts"][:1]),
+        ("parts", card["text"]["parts"][::-1]),
+        ("pooled", 0),
+        ("pooled", 9),
+        ("name", "minilm"),
+    ):
+        with pytest.raises(AtollError):
+            Card.of_json({**card, "text": {**card["text"], part: value}}, "card.json")

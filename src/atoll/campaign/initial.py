@@ -274,8 +274,7 @@ def _find(settings: NetworkConfig, beside: str, shape: DataShape) -> DiffusersCh
             f"{settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
             "give a checkpoint of that class, or set network.family",
         )
-    if family(settings.family).tokens:
-        checkpoint.check_text(family(settings.family), shape)
+    checkpoint.check_text(family(settings.family), shape)
     return checkpoint
 
 

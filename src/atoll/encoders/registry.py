@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, first_line
@@ -124,12 +124,12 @@ def with_tokenizers(parts: Iterable[str]) -> list[str]:
 def check_known(name: str, allowed: Collection[str]) -> None:
     """Refuse to load an encoder that only a card names, and that is not `allowed` by the user either."""
     # A card comes from a stranger: it must not choose what is fetched and run here.
-    for one in () if name in allowed else name.split(JOIN):
-        if one not in KNOWN and one not in allowed:
-            raise ConfigError(
-                f"the model names the encoder {one!r}, which Atoll does not know",
-                f"if you trust it, load the model with encoders=[{one!r}]",
-            )
+    unknown = [] if name in allowed else [one for one in name.split(JOIN) if one not in {*KNOWN, *allowed}]
+    if unknown:
+        raise ConfigError(
+            f"the model names the encoder {unknown[0]!r}, which Atoll does not know",
+            f"if you trust it, load the model with encoders={unknown}",
+        )
 
 
 # A constant beyond this is a slip or an attack, and would only show as NaN in every picture.
@@ -154,6 +154,15 @@ class TextProducer(Producer):
     """What made a column of text states."""
 
     max_length: Annotated[int, Field(ge=0, le=10**6)]
+    pooled: Annotated[int, Field(ge=0, le=65536)] | None = None
+    parts: Annotated[list[Producer], Field(min_length=2, max_length=3)] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        names = [part.name for part in self.parts or ()]
+        if names != (self.name.split(JOIN) if JOIN in self.name else []) or bool(names) != bool(self.pooled):
+            raise ValueError("parts are not those that name and pooled say")
+        return self
 
 
 @contextmanager

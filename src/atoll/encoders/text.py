@@ -36,19 +36,14 @@ class Form:
         """Of a list: CLIP's states side by side, all others' after them, padded to one width (SD3, Flux)."""
         if len(forms) == 1:
             return forms[0]
-        if not any(form.clip for form in forms) or all(form.clip and not form.width for form in forms):
-            what = "of several text encoders one must be CLIP's, and one must give states of tokens"
-            raise ConfigError(
-                what, "name those of SD3 or Flux in the order of their pipeline, or one encoder"
-            )
         clips = [form for form in forms if form.clip and form.width]
         rest = [form for form in forms if not form.clip]
+        if len(rest) == len(forms) or not clips + rest or len({form.length for form in clips}) > 1:
+            what = "of several text encoders one must be CLIP's, and one must give states of tokens"
+            raise ConfigError(what, "name those of SD3 or Flux in their pipeline's order, or name one")
         side = [cls(clips[0].length, sum(form.width for form in clips))] if clips else []
-        return cls(
-            sum(form.length for form in side + rest),
-            max(form.width for form in side + rest),
-            sum(form.pooled for form in forms),
-        )
+        length, width = sum(form.length for form in side + rest), max(form.width for form in side + rest)
+        return cls(length, width, sum(form.pooled for form in forms))
 
 
 @dataclass
@@ -67,6 +62,14 @@ class Tower:
         if max(max(ids, default=0) for ids in texts) >= known:  # a GPU would only say "device-side assert"
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
         return [torch.tensor(ids, dtype=torch.int32) for ids in texts]
+
+    def read(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """States of tokens and pooled vectors as a list takes them; all tokens are seen."""
+        projected = bool(self.form.clip and self.form.width)
+        out = self.network(input_ids=ids, output_hidden_states=projected)
+        if not self.form.clip:
+            return out.last_hidden_state, None
+        return (out.hidden_states[-2], out.text_embeds) if projected else (None, out.pooler_output)
 
 
 class TextEncoder:
@@ -129,8 +132,17 @@ class TextEncoder:
         They are where the tokens are; of tokens on a GPU the host waits for nothing.
         """
         if self.pooled:
+            # As diffusers' pipelines of SD3 and Flux join them, whose networks learned on padding.
+            own = tokens.long().to(self.device).split([tower.form.length for tower in self.towers], dim=1)
             with encoding_precision(self.device):
-                return self._joined(tokens.long().to(self.device)).float().to(tokens.device)
+                read = [tower.read(ids) for tower, ids in zip(self.towers, own, strict=True)]
+            pad, vector = nn.functional.pad, torch.cat([v for _, v in read if v is not None], -1)
+            head = pad(vector, (0, -vector.shape[-1] % self.width)).unflatten(1, (-1, self.width))
+            clips = [states for states, v in read if states is not None and v is not None]
+            rest = [states for states, v in read if states is not None and v is None]
+            blocks = ([torch.cat(clips, -1)] if clips else []) + rest
+            blocks = [head, *(pad(block, (0, self.width - block.shape[-1])) for block in blocks)]
+            return torch.cat(blocks, dim=1).float().to(tokens.device)
         network = self.towers[0].network
         if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
             there, real = tokens.to(self.device), mask.to(self.device)
@@ -149,25 +161,6 @@ class TextEncoder:
                 encoded = network(input_ids=ids, attention_mask=real.long())
             states[rows, :length] = encoded.last_hidden_state.float() * real[..., None]
         return states
-
-    def _joined(self, tokens: Tensor) -> Tensor:
-        # As diffusers' pipelines of SD3 and Flux join them, without masks: their networks learned on padding.
-        pooled, clips, rest = list[Tensor](), list[Tensor](), list[Tensor]()
-        own = tokens.split([tower.form.length for tower in self.towers], dim=1)
-        for tower, ids in zip(self.towers, own, strict=True):
-            states = bool(tower.form.clip and tower.form.width)
-            out = tower.network(input_ids=ids, output_hidden_states=states)
-            if not tower.form.clip:
-                rest.append(out.last_hidden_state)
-            elif states:  # with a projection: as SD3 reads it
-                pooled.append(out.text_embeds)
-                clips.append(out.hidden_states[-2])
-            else:
-                pooled.append(out.pooler_output)
-        pad, vector = nn.functional.pad, torch.cat(pooled, -1)
-        head = pad(vector, (0, -vector.shape[-1] % self.width)).unflatten(1, (-1, self.width))
-        blocks = ([torch.cat(clips, -1)] if clips else []) + rest
-        return torch.cat([head, *(pad(block, (0, self.width - block.shape[-1])) for block in blocks)], dim=1)
 
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Those captions that would be cut, each with all of its tokens."""
@@ -220,13 +213,12 @@ def text_encoder(
             transformers.utils.logging.disable_progress_bar()
             network = _tower(config).from_pretrained(location, use_safetensors=True, **options)
             network = network.eval().requires_grad_(False).to(device)
-            place = {**options, "trust_remote_code": False}
-            if options:
-                place["subfolder"] = options["subfolder"].replace("text_encoder", "tokenizer")
-            elif not words and not (Path(location) / "tokenizer_config.json").is_file():
-                folder = Path(location)
-                beside = folder.parent / folder.name.replace("text_encoder", "tokenizer")
-                words = str(beside) if beside != folder and beside.is_dir() else words
+            there = {key: part.replace("text_encoder", "tokenizer") for key, part in options.items()}
+            folder = Path(location)
+            beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+            if not words and beside.is_dir() and not (folder / "tokenizer_config.json").is_file():
+                words = str(beside)
+            place = {**there, "trust_remote_code": False}
             tokenizer = transformers.AutoTokenizer.from_pretrained(words or location, **place)
         if not knows_words(tokenizer):
             lacking = f"cannot load the text encoder {one!r}: it has no tokenizer"

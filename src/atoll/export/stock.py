@@ -110,6 +110,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     stock, several = STOCK[card.family], card.shape.pooled_width > 0
     if several:
         stock = stock.whole([*text_parts(card.text)])
+        if request.encoders != "copy":  # README.md could not name each with its tokenizer
+            raise ConfigError("several text encoders go along with the model", "use --encoders copy")
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
@@ -136,8 +138,6 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
 
     root.mkdir(parents=True, exist_ok=True)
     parts = copy_encoders(root, card, request.encoders, loaded, stock.components)
-    if several and [None, None] in [parts[name] for name in stock.components if name != "vae"]:
-        raise ConfigError("README.md cannot name several text encoders", "use --encoders copy")
     index: dict[str, Any] = {
         "_class_name": stock.limits.pipeline,
         "_diffusers_version": version("diffusers"),

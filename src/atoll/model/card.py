@@ -1,9 +1,9 @@
 """What a published part says of itself, so that parts that do not belong together are refused."""
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.format import File
@@ -22,7 +22,7 @@ Flops = Annotated[float, Field(ge=0, le=1e32)]
 def _complete(kind: type[Producer], by: dict[str, Any] | None) -> dict[str, Any] | None:
     # A producer stays a dictionary in the card: what the type does not name has to survive a copy.
     try:
-        return None if by is None else {**by, **kind.parse(by, "it").model_dump()}
+        return None if by is None else {**by, **kind.parse(by, "it").model_dump(exclude_none=True)}
     except ConfigError as error:
         raise ValueError(error.what) from None
 
@@ -88,6 +88,12 @@ class Card(File):
     provenance: Annotated[dict[str, Any], AfterValidator(_groups)]
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.shape.pooled_width != int((self.text or {}).get("pooled") or 0):
+            raise ValueError("text and shape do not agree on a pooled vector")
+        return self
 
     @property
     def title(self) -> str:

@@ -5,7 +5,7 @@ Only `config.json` and safetensors are read: never pickle, and no code that lies
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +50,35 @@ class DiffusersCheckpoint:
 
     def check_text(self, adapter: Family, shape: DataShape) -> None:
         """Refuse data whose text, or networks whose guidance, is not what the checkpoint was trained with."""
-        needs = adapter.made_for({**adapter.defaults(), **self.settings}, shape)
-        card, index = self.beside("..", CARD) or {}, self.beside("..", "model_index.json") or {}
-        parts = sorted(part for part, kind in index.items() if part.startswith("text_encoder") and kind[0])
-        root = self.name.removesuffix("/transformer")
-        theirs = ", ".join(f"{root}/{part}" for part in parts) or "those of its pipeline, in their order"
-        trained = card.get("shape")  # Atoll's own may have learned without a pooled vector
+        settings, index = {**adapter.defaults(), **self.settings}, self.beside("..", "model_index.json") or {}
+        pooled, guidance = settings.get("pooled_projection_dim") or 0, bool(settings.get("guidance_embeds"))
+        trained = (self.beside("..", CARD) or {}).get("shape")
         if isinstance(trained, dict) and not trained.get("pooled_width"):
-            needs = replace(needs, pooled_width=0)
-        if needs.pooled_width != shape.pooled_width:
-            wanted = f"a pooled text vector of {needs.pooled_width} numbers" if needs.pooled_width else "none"
-            ours = f"{shape.pooled_width or 'none'}" + (" numbers" if shape.pooled_width else "")
-            what = f"{self.name!r} takes {wanted}, the campaign's data.text_encoder gives {ours}"
-            raise ConfigError(
-                what, f"set data.text_encoder: [{theirs}]" if needs.pooled_width else "name one"
-            )
-        if needs.guidance != shape.guidance:
-            has = "takes its guidance scale as an input" if needs.guidance else "has no input for guidance"
-            value = str(needs.guidance).lower()
-            fix = f"set network.arguments: {{guidance_embeds: {value}}}"
-            raise ConfigError(f"{self.name!r} {has}, the campaign's networks are others", fix)
-        least, most = adapter.tokens or (0, shape.text_length)
-        clip = 77 if shape.pooled_width and adapter.name == "sd3" else 0  # CLIP's, which come first
-        if shape.pooled_width and not least <= shape.text_length - clip <= most:
-            learned = f"{self.name!r} was trained on {least} to {most} tokens of T5"
-            what = f"{learned}, the campaign's data have {shape.text_length - clip}"
-            raise ConfigError(what, f"set data.text_length={least} or {most}, as its pipeline does")
+            pooled = 0  # Atoll's own may have learned without one
+        parts = [p for p in sorted(index) if p.startswith("text_encoder") and index[p] != [None, None]]
+        root = self.name.removesuffix("/transformer")
+        encoders = ", ".join(f"{root}/{p}" for p in parts) or "those of its pipeline, in their order"
+        tokens = shape.text_length - (77 if adapter.name == "sd3" else 0)  # CLIP's come first
+        least, most = adapter.tokens or (tokens, tokens)
+        for wrong, what, fix in (
+            (
+                pooled != shape.pooled_width,
+                f"takes a pooled text of {pooled} numbers, data.text_encoder gives {shape.pooled_width}",
+                f"set data.text_encoder: [{encoders}]",
+            ),
+            (
+                guidance != shape.guidance,
+                f"has {'an' if guidance else 'no'} input for guidance, network.arguments say otherwise",
+                f"set network.arguments: {{guidance_embeds: {str(guidance).lower()}}}",
+            ),
+            (
+                shape.pooled_width and not least <= tokens <= most,
+                f"was trained on {least} to {most} tokens of T5, the campaign's data have {tokens}",
+                f"set data.text_length={least} or {most}, as its pipeline does",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"{self.name!r} {what}", fix)
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU; `ConfigError` if a file is missing or damaged."""

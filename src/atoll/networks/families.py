@@ -148,8 +148,7 @@ class PixArt(Family):
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         channels, size = settings["in_channels"], settings["sample_size"]
-        width = settings["caption_channels"]
-        return replace(shape, channels=channels, size=size, text_width=width, pooled_width=0, guidance=False)
+        return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
 
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         output = network(
@@ -165,33 +164,30 @@ class _Joint(Family):
     """A class whose text runs through the same attention as the picture."""
 
     tokens = (256, 512)
+    picture_first = False  # whether the picture's tokens come before the text's
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         pooled = {"pooled_projection_dim": shape.pooled_width} if shape.pooled_width else {}
         return super().arguments(config, shape) | {"joint_attention_dim": shape.text_width, **pooled}
 
-    def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
-        return replace(
-            shape,
-            text_width=settings["joint_attention_dim"],
-            pooled_width=settings["pooled_projection_dim"],
-            guidance=bool(settings.get("guidance_embeds")),
-        )
-
     def _joint(
-        self, network: Any, x: Tensor, time: Tensor, cond: Condition, seen: Tensor | None, **more: Tensor
+        self, network: Any, x: Tensor, time: Tensor, cond: Condition, patches: int, **more: Tensor
     ) -> Tensor:
         # Without `pooled` the class crashes. It takes no mask by itself and would attend to padding: then a
         # picture would depend on the longest prompt of its batch.
         pooled = cond.pooled
         if pooled is None:
             pooled = time.new_zeros(len(time), network.config.pooled_projection_dim)
+        mask = cond.mask
+        if mask is not None:
+            whole = [mask.new_ones(len(mask), patches), mask]
+            mask = torch.cat(whole if self.picture_first else whole[::-1], dim=1)[:, None, None]
         output = network(
             x,
             encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
             pooled_projections=pooled.to(x.dtype),
             timestep=time,
-            joint_attention_kwargs=None if seen is None else {"attention_mask": seen[:, None, None]},
+            joint_attention_kwargs=None if mask is None else {"attention_mask": mask},
             **more,
         )
         return cast(Tensor, output.sample)
@@ -248,6 +244,7 @@ class SD3(_Joint):
 
     name: FamilyName = "sd3"
     class_name, module = "SD3Transformer2DModel", "transformer_sd3"
+    picture_first = True
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
         _, heads, width = config.dimensions()
@@ -260,25 +257,21 @@ class SD3(_Joint):
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         # Not `sample_size`: the table of positions bounds the sides, and the class crops it to smaller ones.
         most = settings["pos_embed_max_size"] * settings["patch_size"]
-        size = min(shape.size, most)
-        return replace(super().made_for(settings, shape), channels=settings["in_channels"], size=size)
+        channels, width = settings["in_channels"], settings["joint_attention_dim"]
+        return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         cast(Any, network).set_attn_processor(MaskedJointAttention())
         return network
 
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
-        batch, _, height, width = x.shape
+        height, width = x.shape[2:]
         patch, most = network.config.patch_size, network.config.pos_embed_max_size
         # The class drops rows that fill no patch, without a word: the output would be smaller than x.
         if height % patch or width % patch or max(height, width) > most * patch:
             sides = f"multiples of {patch} up to {most * patch}"
             raise ConfigError(f"this SD3 takes no latents of {height}x{width}", f"use sides that are {sides}")
-        seen = None
-        if cond.mask is not None:
-            picture = cond.mask.new_ones(batch, (height // patch) * (width // patch))
-            seen = torch.cat([picture, cond.mask], dim=1)
-        return self._joint(network, x, time, cond, seen)
+        return self._joint(network, x, time, cond, (height // patch) * (width // patch))
 
 
 class Flux(_Joint):
@@ -311,7 +304,7 @@ class Flux(_Joint):
         numbers, patch = settings["in_channels"], math.isqrt(settings["in_channels"] // shape.channels)
         fits = patch and numbers == shape.channels * patch**2 and shape.size % patch == 0
         channels = shape.channels if fits else numbers
-        return replace(super().made_for(settings, shape), channels=channels)
+        return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
 
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         batch, channels, height, width = x.shape
@@ -320,16 +313,13 @@ class Flux(_Joint):
         grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
         # FluxPipeline's numbering: the first axis is 0, then row and column; tokens of the text are all at 0.
         places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
-        seen = None
-        if cond.mask is not None:
-            seen = torch.cat([cond.mask, cond.mask.new_ones(batch, rows * columns)], dim=1)
         # The order of FluxPipeline's `_pack_latents`: a student has to run in the stock pipeline too.
         tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
         tokens = tokens.reshape(batch, rows * columns, -1)
         more = {"img_ids": places, "txt_ids": places.new_zeros(cast(Tensor, cond.text).shape[1], 3)}
         if network.config.guidance_embeds and cond.guidance is not None:
             more["guidance"] = cond.guidance
-        output = self._joint(network, tokens, time, cond, seen, **more)
+        output = self._joint(network, tokens, time, cond, rows * columns, **more)
         output = output.reshape(batch, rows, columns, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
         return output.reshape(x.shape)
 

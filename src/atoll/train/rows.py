@@ -123,7 +123,7 @@ class TrainingRows:
         eps = normals(seed, "noise", where, x0.shape[1:])
         batch = Batch(x0, cond, eps, t, *self._taught(self.train, index, seed, positions))
         dropout, batch = uniforms(seed, "dropout", where), self._there(batch, self.train)
-        cond = drop_condition(batch.cond, self._null, onto(dropout, self.device), objective.condition_dropout)
+        cond = drop_condition(batch.cond, self.null, onto(dropout, self.device), objective.condition_dropout)
         made = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
         return replace(batch, cond=cond, made=made)
 
@@ -138,7 +138,8 @@ class TrainingRows:
         return replace(batch, **there)
 
     @cached_property
-    def _null(self) -> Condition:
+    def null(self) -> Condition:
+        """The null condition, on the device."""
         return self.train.null.to(self.device)
 
     def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[list[Batch]]:
