@@ -1,6 +1,8 @@
 """What processes tell each other, with two real ones."""
 
 import socket
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from atoll.base.errors import DataError
 from atoll.base.processes import ProcessGroup
 
+LIMIT = 2.0
 TENSORS = {
     "weights": torch.arange(6.0).view(2, 3),
     "step": torch.tensor(7),
@@ -18,19 +22,39 @@ TENSORS = {
 }
 
 
-def receive(rank: int, port: int, folder: str) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    group = ProcessGroup(rank, 2)
-    torch.save(dict(group.spread(TENSORS if rank == 0 else {})), Path(folder) / f"{rank}.pt")
+def talk(rank: int, port: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT)
+    )
+    group = ProcessGroup(rank, 2, limit=LIMIT)
+    for source in (0, 1):
+        received = dict(group.spread(TENSORS if rank == source else {}, source))
+        torch.save(received, Path(folder) / f"{source}-{rank}.pt")
+    assert group.each(lambda: {"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert group.once(lambda: f"of {rank}") == "of 0"
+
+    def slow() -> int:
+        time.sleep(LIMIT * 1.5 * rank)  # longer than a collective lasts
+        return rank
+
+    assert group.each(slow) == [0, 1]
+
+    def fails() -> int:
+        if rank:
+            raise DataError("no rows")
+        return rank
+
+    with pytest.raises(DataError if rank else SystemExit, match="no rows" if rank else "2"):
+        group.each(fails)
     dist.destroy_process_group()
 
 
-def test_tensors_of_rank_0_reach_every_process(tmp_path: Path) -> None:
+def test_two_processes_tell_each_other(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    spawn(receive, (port, str(tmp_path)), nprocs=2)
-    for rank in (0, 1):
-        received = torch.load(tmp_path / f"{rank}.pt")
+    spawn(talk, (port, str(tmp_path)), nprocs=2)
+    for file in ("0-0", "0-1", "1-0", "1-1"):
+        received = torch.load(tmp_path / f"{file}.pt")
         assert list(received) == list(TENSORS)
         for name, value in TENSORS.items():
             assert received[name].dtype == value.dtype and torch.equal(received[name], value)

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,13 @@ def die(pattern: str, how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    def dying_put(self: Store, key: str, data: bytes | Path, mode: Any) -> None:
+    def dying_put(self: Store, key: str, data: bytes | Path | Iterator[bytes], mode: Any) -> None:
         hit = re.fullmatch(pattern, key_of(self, key))
         if hit and how == "before":
             gone()
         if hit and how == "torn":
-            whole = data if isinstance(data, bytes) else data.read_bytes()
+            whole = data.read_bytes() if isinstance(data, Path) else data
+            whole = whole if isinstance(whole, bytes) else b"".join(whole)
             path = self.path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(whole[: len(whole) // 2])
@@ -95,13 +97,21 @@ def slow_writes(pattern: str, seconds: float, marker: str) -> None:
     """Every write whose key matches takes so long; `marker` is made when the first begins."""
     put = Store._put
 
-    def slow(self: Store, key: str, data: bytes | Path, mode: Any) -> None:
+    def slow(self: Store, key: str, data: bytes | Path | Iterator[bytes], mode: Any) -> None:
         if re.search(pattern, self.name(key)):
             Path(marker).touch()
             time.sleep(seconds)
         put(self, key, data, mode)
 
     Store._put = slow  # type: ignore[method-assign]
+
+
+def small_files(largest: int, part: int) -> None:
+    """Checkpoints of many files, each sent in parts: as of a large network."""
+    from atoll.store import ranges
+    from atoll.train import state
+
+    state.LARGEST, ranges.PART = largest, part
 
 
 def watched(root: str, log: str) -> None:

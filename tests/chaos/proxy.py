@@ -36,6 +36,25 @@ class Weather:
 
 
 @contextmanager
+def throttled(s3: S3, rate: float) -> Iterator[tuple[S3, list[str]]]:
+    """The endpoint behind a line of so many bytes a second, and the requests that came: method and path."""
+    seen: list[str] = []
+
+    class Throttled(Proxy):
+        endpoint = s3.url
+
+        def forward(self) -> None:
+            seen.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, headers, content = self.ask(body)
+            time.sleep((len(body) + len(content)) / rate)
+            self.answer(status, headers, content)
+
+    with proxied(Throttled) as behind:
+        yield behind, seen
+
+
+@contextmanager
 def stormy(s3: S3, weather: Weather) -> Iterator[S3]:
     """The endpoint behind a proxy in bad weather."""
 

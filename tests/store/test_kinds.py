@@ -2,15 +2,20 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 from atoll.base.errors import StoreError
-from atoll.store import cache
+from atoll.base.hashing import sha256
+from atoll.store import cache, ranges
 from atoll.store.log import Commit, Fenced, Log
 from atoll.store.manifest import publish, read_published
-from atoll.store.store import Absent, Conflict, Store, check_conditional_create
+from atoll.store.store import Absent, Conflict, Damaged, Store, check_conditional_create
 
 COMMIT = Commit(samples=8, step=1, seconds=0.5, recipe="r", guard={}, tracker="t")
 
@@ -145,3 +150,59 @@ def test_publishing_and_the_log(store: Store) -> None:
 def test_conditional_writes_are_found_and_leave_nothing(store: Store) -> None:
     check_conditional_create(store, "run")
     assert store.list() == []
+
+
+LARGE, PART = bytes(range(256)) * 4096 * 11, 5 * 2**20
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys that are fetched, a request each, where a part has 5 MiB: S3 takes no smaller ones."""
+    monkeypatch.setattr(ranges, "PART", PART)
+    keys, get = list[str](), obstore.get
+
+    def counted(objects: Any, key: str, **options: Any) -> Any:
+        keys.append(key.rpartition("/")[2])
+        return get(objects, key, **options)
+
+    monkeypatch.setattr(obstore, "get", counted)
+    return keys
+
+
+def blocks() -> Iterator[bytes]:
+    yield from (LARGE[start : start + PART] for start in range(0, len(LARGE), PART))
+
+
+def test_an_object_of_many_blocks_is_written_and_held_against_the_store(
+    location: str, asked: list[str]
+) -> None:
+    store = Store.open(location, create=True)
+    assert store.write("large", blocks()) == (len(LARGE), sha256(LARGE))
+    assert store.write("small", iter([b"abc"])) == (3, sha256(b"abc"))
+    assert store.write("none", iter([])) == (0, sha256(b""))
+    # What S3 says of the parts is enough; an object in memory has no such digest.
+    assert asked == (["large"] * 3 + ["small"] if location.startswith("memory") else [])
+    assert store.get("large") == LARGE and store.get("small") == b"abc" and store.get("none") == b""
+
+
+def test_bytes_that_change_on_the_way_are_found_out(
+    location: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, put = Store.open(location, create=True), Store._put
+
+    def harmed(self: Store, key: str, data: Iterator[bytes], mode: Any) -> None:
+        put(self, key, (block.replace(b"\x07\x08", b"\x07\x07") for block in data), mode)
+
+    monkeypatch.setattr(Store, "_put", harmed)
+    with pytest.raises(Damaged, match="large reads back differently"):
+        store.write("large", blocks())
+
+
+def test_a_large_object_comes_in_parts_and_to_a_machine_once(location: str, asked: list[str]) -> None:
+    """Eight readers that want it at once wait for the first of them."""
+    store = Store.open(location, create=True)
+    store.put("large", LARGE)
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: Store.open(location).path("large"), range(8)))
+    assert len({*paths}) == 1 and paths[0].read_bytes() == LARGE
+    assert asked == ([] if store.local else ["large"] * 3)

@@ -18,14 +18,14 @@ import os, sys, time
 from pathlib import Path
 from atoll.store import local
 
-def pause(part, data):
-    with part.open("wb") as file:
-        file.write(data[:3])
-    print(part.name, flush=True)
+folder = Path(sys.argv[1])
+
+def blocks():
+    yield b"who" * 10_000  # more than a file keeps back
+    print(*(path.name for path in folder.iterdir() if "#" in path.name), flush=True)
     time.sleep(60)
 
-Path.write_bytes = pause
-local.write(Path(sys.argv[1]) / "file", b"whole", replace=True)
+local.write(folder / "file", blocks(), replace=True)
 """
 
 
@@ -37,7 +37,7 @@ def test_the_part_of_a_writer_stays_until_it_is_killed(tmp_path: Path) -> None:
         assert writer.stdout is not None
         part = tmp_path / writer.stdout.readline().strip()
         store.sweep()
-        assert part.read_bytes() == b"who"
+        assert part.read_bytes() == b"who" * 10_000
         assert store.list() == ["other"]  # nobody takes it for a file
         writer.send_signal(signal.SIGKILL)
     store.sweep()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from atoll.base.errors import StoreError
+from atoll.store import ranges
 from atoll.store import store as module
 from atoll.store.location import IMPATIENT, PATIENT
 from atoll.store.store import Conflict, Store, check_conditional_create
@@ -119,7 +120,7 @@ def test_a_store_without_conditional_create(s3: S3, monkeypatch) -> None:
 def test_a_large_object_is_copied_in_parts(s3: S3, monkeypatch) -> None:
     use(monkeypatch, s3.environment())
     monkeypatch.setattr(module, "COPIED_AT_ONCE", 2**20)
-    monkeypatch.setattr(module, "PART", 5 * 2**20)  # S3 takes no smaller ones
+    monkeypatch.setattr(ranges, "PART", 5 * 2**20)  # S3 takes no smaller ones
     store = Store.open(f"s3://{BUCKET}/large", create=True)
     data = random.Random(0).randbytes(12 * 2**20)
     store.put("a", data)

@@ -18,8 +18,8 @@ from atoll.campaign.sample import sample_campaign
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
+from atoll.train import state
 from atoll.train.run import train_run
-from atoll.train.state import Saver
 from helpers import partitioned, write_campaign
 
 
@@ -110,33 +110,27 @@ def test_a_partition_is_repeatable(tmp_path: Path) -> None:
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
 
 
-def test_rank_0_writes_checkpoints_while_the_others_are_kept_waiting(
+def test_writes_are_waited_for_where_the_other_ranks_hear_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write of many gigabytes may take longer than a collective that the others would wait in."""
-    inside, written = [False], list[str]()
-    once = ProcessGroup.once
+    inside, waited = [False], list[bool]()
+    each, told = ProcessGroup.each, state._told
 
     def watched(group: ProcessGroup, do: Callable[[], Any]) -> Any:
         inside[0] = True
         try:
-            return once(group, do)
+            return each(group, do)
         finally:
             inside[0] = False
 
-    def told(name: str) -> Callable[..., Any]:
-        method = getattr(Saver, name)
+    def waits(do: Callable[[], Any], fatal: bool) -> Any:
+        assert inside[0]
+        waited.append(fatal)
+        return told(do, fatal)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert inside[0], name
-            written.append(name)
-            return method(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(ProcessGroup, "once", watched)
-    for name in ("save", "settle"):
-        monkeypatch.setattr(Saver, name, told(name))
-    train = {"milestones": 2, "checkpoint_every_s": 0.0}
+    monkeypatch.setattr(ProcessGroup, "each", watched)
+    monkeypatch.setattr(state, "_told", waits)
+    train = {"checkpoint_every_s": 0.0}
     train_run(partitioned(tmp_path / "c", {"train": train}), "expert", 0)
-    assert {"save", "settle"} <= {*written}
+    assert waited.count(True) == 2 and waited.count(False) > 2

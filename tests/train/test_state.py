@@ -1,5 +1,7 @@
 """Checkpoints: everything comes back to the bit, and nobody removes what is not his."""
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,17 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import ConfigError, StoreError
+from atoll.base.processes import ProcessGroup
 from atoll.campaign.settings.train import GuardConfig
 from atoll.networks.families import family, initialise
 from atoll.networks.settings import NetworkConfig
+from atoll.store import ranges
 from atoll.store.log import Commit, Fenced, Log
+from atoll.store.manifest import verify
 from atoll.store.store import Store
-from atoll.train.state import Ema, Guard, Saver, TrainState, newest, restore
+from atoll.train import state as module
+from atoll.train.state import Ema, Files, Guard, Saver, TrainState
+from atoll.train.state import resume as restored
 from helpers_networks import CLASSES, TINY, conditions, noise
 
 LEARNED = {"lr": 1e-3}
@@ -47,17 +54,14 @@ def save(
 ) -> None:
     saver = Saver(store, log, learned, keep)
     try:
-        saver.save(state, state.tensors(), milestone)
+        saver.save(state, milestone)
         saver.settle(fatal=True)
     finally:
         saver.close()
 
 
 def resume(store: Store, log: Log, state: TrainState, learned: dict[str, float]) -> bool:
-    found = newest(store, log)
-    if found is not None:
-        restore(state, *found, learned)
-    return found is not None
+    return restored(state, store, log, learned)
 
 
 def held(store: Store, name: str = "a") -> Log:
@@ -92,10 +96,9 @@ def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
     """What the test above rests on: the moments count."""
     state, back = fresh(), fresh()
     steps(state, 5)
-    back.restore(
-        Commit(samples=20, step=5, seconds=0.0, recipe="", guard=state.guard.counters(), tracker="t"),
-        {**blobs(state), "optimizer.safetensors": blobs(fresh())["optimizer.safetensors"]},
-    )
+    commit = Commit(samples=20, step=5, seconds=0.0, recipe="", guard=state.guard.counters(), tracker="t")
+    saved = state.tensors() | {"optimizer.safetensors": {}}
+    back.restore(commit, [(file, tensors.items()) for file, tensors in saved.items()])
     assert blobs(back)["weights.safetensors"] == blobs(state)["weights.safetensors"]
     steps(state, 2)
     steps(back, 2)
@@ -149,7 +152,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(store: Store) -> None:
     steps(state, 2)
     then = blobs(state)
     saver = Saver(store, log, LEARNED, keep=2)
-    saver.save(state, state.tensors())
+    saver.save(state)
     steps(state, 3)
     saver.settle(fatal=True)
     saver.close()
@@ -164,23 +167,23 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(
     state, log = fresh(), held(store)
     saver = Saver(store, log, LEARNED, keep=2)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "put", _full)
+        patch.setattr(Store, "_put", _full)
         steps(state, 1)
-        saver.save(state, state.tensors())
+        saver.save(state)
         steps(state, 1)
-        saver.save(state, state.tensors())
+        saver.save(state)
         with pytest.raises(StoreError, match="no space"):
             saver.settle(fatal=True)
     assert "could not be saved" in capsys.readouterr().out
     steps(state, 1)
-    saver.save(state, state.tensors())
+    saver.save(state)
     saver.settle(fatal=True)
     saver.close()
     back = fresh()
     assert resume(store, held(store, "b"), back, LEARNED) and back.step == 3
 
 
-def _full(self: Store, key: str, data: bytes) -> None:
+def _full(self: Store, key: str, data: bytes, mode: str) -> None:
     raise StoreError("no space left")
 
 
@@ -210,6 +213,68 @@ def test_other_settings_are_refused(store: Store) -> None:
 
 def folders(store: Store) -> set[str]:
     return {key.split("/")[1] for key in store.list("checkpoints")}
+
+
+def names(files: Files) -> list[tuple[str, str]]:
+    """Every tensor with the kind of its file."""
+    return sorted((file.partition(".")[0].partition("-")[0], name) for file in files for name in files[file])
+
+
+def test_large_states_lie_in_several_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, log = fresh(), held(store)
+    steps(state, 3)
+    one = state.tensors()
+    assert [*one] == ["weights.safetensors", "ema.safetensors", "optimizer.safetensors"]
+    monkeypatch.setattr(module, "LARGEST", bound := 20_000)
+    several = state.tensors()
+    assert names(several) == names(one)
+    for file, tensors in several.items():
+        assert re.fullmatch(r"(weights|ema|optimizer)-\d{5}-of-\d{5}\.safetensors", file)
+        assert [*tensors] == sorted(tensors)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= bound
+    save(store, log, state, LEARNED, keep=2)
+    commit = Commit.read(store, "checkpoints/00000003-a/COMMIT.json")
+    assert [entry.path for entry in commit.files] == [*several]
+    monkeypatch.undo()
+    back = fresh(seed=9)
+    assert resume(store, held(store, "b"), back, LEARNED) and blobs(back) == blobs(state)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_rank_holds_its_share(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 20_000)
+    state = fresh()
+    steps(state, 1)
+    every = state.tensors()
+    shares = [state.tensors(ProcessGroup(rank, size)) for rank in range(size)]
+    assert sorted(file for share in shares for file in share) == sorted(every)
+    bytes_of = [sum(t.nbytes for tensors in share.values() for t in tensors.values()) for share in shares]
+    largest = max(sum(t.nbytes for t in tensors.values()) for tensors in every.values())
+    assert sum(bytes_of) == sum(t.nbytes for tensors in every.values() for t in tensors.values())
+    assert max(bytes_of) <= sum(bytes_of) / size + largest
+
+
+def test_a_file_is_written_in_blocks_and_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat's thread gets its turn between any two of them; nothing of a file is kept after it."""
+    monkeypatch.setattr(ranges, "PART", part := 5_000)
+    state, log, blocks = fresh(), held(store), list[int]()
+    steps(state, 1)
+    write = Store.write
+
+    def watched(self: Store, key: str, given: Iterable[bytes]) -> tuple[int, str]:
+        return write(self, key, (blocks.append(len(block)) or block for block in given))
+
+    monkeypatch.setattr(Store, "write", watched)
+    whole = state.tensors()
+    files = {file: dict(parts) for file, parts in whole.items()}
+    saver = Saver(store, log, LEARNED, keep=2)
+    entries = saver._write("checkpoints/x", files)
+    saver.close()
+    assert files == {} and max(blocks) == part and sum(blocks) == sum(entry.bytes for entry in entries)
+    for entry in entries:
+        data = store.get(f"checkpoints/x/{entry.path}")
+        assert data == save_tensors(whole[entry.path])
+        verify(data, entry, entry.path)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])

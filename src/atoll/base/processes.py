@@ -2,8 +2,8 @@
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,54 +48,45 @@ class ProcessGroup:
 
     def once(self, do: Callable[[], Result]) -> Result:
         """Let rank 0 do something and tell the others its answer (plain data), or its failure."""
+        return cast(Result, self.each(lambda: do() if self.first else None)[0])
+
+    def each(self, do: Callable[[], Result]) -> list[Result]:
+        """Let every process do something without collectives; all answers (plain data), by rank.
+
+        Where one fails, it raises its failure, and the others leave with the same exit code.
+        """
         if self.size == 1:
-            return do()
-        if not self.first:
-            while (answer := self._broadcast(None)) == _BUSY:
-                pass
-            value, failure = answer
-            if failure is not None:
-                raise SystemExit(getattr(failure, "exit_code", 2))  # rank 0 says it
-            return cast(Result, value)
+            return [do()]
 
         # However long it takes, the others hear in time that it is under way: a collective that they wait in
         # would fail after `limit` seconds, and an export of many gigabytes takes longer.
-        done, lost = threading.Event(), list[AtollError]()
-
-        def reassure() -> None:
-            try:
-                while not done.wait(self.limit / 4):
-                    self._broadcast(_BUSY)
-            except AtollError as error:
-                lost.append(error)
-
-        thread = threading.Thread(target=reassure, daemon=True, name="reassure")
-        thread.start()
-        value = failure = None
-        try:
-            value = do()
-        except AtollError as error:
-            failure = error
-        finally:
-            done.set()
-            thread.join()
-        if lost:
-            raise lost[0]
-        self._broadcast((value, failure))
+        with ThreadPoolExecutor(1, "each") as thread:
+            work, answers = thread.submit(do), [cast(Any, _BUSY)]
+            while _BUSY in answers:
+                done = bool(wait([work], self.limit / 4).done)
+                failure = work.exception() if done else None
+                if failure is not None and not isinstance(failure, AtollError):
+                    raise failure  # no answer: the others find out that this process is gone
+                own = (None if failure else work.result(), failure) if done else _BUSY
+                answers = self._gather(own)
         if failure is not None:
             raise failure
-        return cast(Result, value)
+        for _, theirs in answers:
+            if theirs is not None:
+                raise SystemExit(getattr(theirs, "exit_code", 2))  # whose it is says it
+        return [value for value, _ in answers]
 
-    def spread(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's CPU tensors on every process, one after the other; what the others give does not count."""
+    def spread(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """CPU tensors of rank `source` on every process, one by one; what the others give does not count."""
         if self.size == 1:
             yield from tensors.items()
             return
-        specs = self.once(lambda: [(name, value.dtype, value.shape) for name, value in tensors.items()])
-        for name, dtype, shape in specs:
-            value = tensors[name].contiguous() if self.first else torch.empty(shape, dtype=dtype)
+        specs = [(name, value.dtype, value.shape) for name, value in tensors.items()]
+        for name, dtype, shape in self._gather(specs)[source]:
+            own = self.rank == source
+            value = tensors[name].contiguous() if own else torch.empty(shape, dtype=dtype)
             with named("a checkpoint's tensor"):
-                dist.broadcast(value.reshape(-1).view(torch.uint8), 0)  # as bytes: gloo knows few dtypes
+                dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: gloo knows few dtypes
             yield name, value
 
     def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
@@ -107,12 +98,12 @@ class ProcessGroup:
                 else:
                     dist.send(tensor, 0)
 
-    def _broadcast(self, message: Any) -> Any:
-        # Over the CPU's backend: NCCL would first wait for all that the GPU has queued.
-        box = [message]
-        with named("a message of rank 0"):
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+    def _gather(self, message: Any) -> list[Any]:
+        # It takes the CPU's backend: NCCL would first wait for all that the GPU has queued.
+        answers = [None] * self.size
+        with named("the messages of all processes"):
+            dist.all_gather_object(answers, message)
+        return answers
 
 
 @contextmanager
@@ -121,6 +112,9 @@ def joined(seconds: float = 600.0) -> Iterator[ProcessGroup]:
     device = own_device()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ProcessGroup(device=device)
+        return
+    if dist.is_initialized():  # by a caller, who also ends it
+        yield ProcessGroup(dist.get_rank(), dist.get_world_size(), device, seconds)
         return
     limit = timedelta(seconds=seconds)
     with named("the meeting of all processes"):

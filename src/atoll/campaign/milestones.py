@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # what there is, is seen without torch
 
     from atoll.model.expert import Expert
 
-AVERAGE = "ema.safetensors"
-
 
 @dataclass(frozen=True)
 class Milestone:
@@ -85,5 +83,8 @@ class TrainingRun:
         if sha256(run.get(name)) != milestone.sha256:
             fix = "restore it, leave out compare.curve, or set sampling.guide_share=1"
             raise Damaged(f"{run.name(name)} is not what the log says", fix)
-        (entry,) = (entry for entry in Commit.read(run, name).files if entry.path == AVERAGE)
-        return checkpoint.expert(device, load_tensors(read_file(run, milestone.folder, entry)))
+        average: dict[str, torch.Tensor] = {}
+        for entry in Commit.read(run, name).files:
+            if entry.path.startswith("ema"):
+                average |= load_tensors(read_file(run, milestone.folder, entry))
+        return checkpoint.expert(device, average)

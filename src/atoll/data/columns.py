@@ -177,18 +177,20 @@ class Column:
             self._extras[name] = read_tensors(data, self.store.name(join(self.folder, entry.path)))
         return self._extras[name]
 
-    def localise(self) -> None:
-        """Verify every file and, of a remote store, fetch it. Then reading needs local files only."""
+    def localise(self, check: bool = True) -> None:
+        """Fetch every file of a remote store, and `check` it. Then reading needs local files only."""
         # Fetching waits for the network and hashing leaves the interpreter's lock, so threads do.
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for _ in pool.map(self._path, range(len(self.meta.shards))):
+            for _ in pool.map(lambda shard: self._path(shard, check), range(len(self.meta.shards))):
                 pass
         for name in self.meta.extras:
             self.extra(name)
 
-    def _path(self, shard: int) -> Path:
+    def _path(self, shard: int, check: bool = True) -> Path:
         if shard not in self._paths:
-            self._paths[shard] = check_file(self.store, self.folder, self.meta.shards[shard])
+            entry = self.meta.shards[shard]
+            whole = check_file(self.store, self.folder, entry) if check else None
+            self._paths[shard] = whole or self.store.path(join(self.folder, entry.path))
         return self._paths[shard]
 
     def tensors(self, shard: int) -> dict[str, Tensor]:

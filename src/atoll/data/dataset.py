@@ -5,6 +5,7 @@ import io
 import tarfile
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from posixpath import join
 from typing import Any
@@ -121,6 +122,7 @@ class DataSet:
 
     def finish(self) -> "DataSet":
         """Declare it complete: what has no manifest does not exist."""
+        self.manifest = self.manifest.model_copy(update={"ids": self.id_hash})
         self.store.create_json(join(self.prefix, MANIFEST), self.manifest.to_json())
         return self
 
@@ -161,7 +163,8 @@ class DataSet:
     @cached_property
     def id_hash(self) -> str:
         """Digest of the ids in order: what the order of training samples depends on."""
-        return digest_strings(self.ids)
+        shards = (self.shard_table(shard, ["id"]) for shard in range(len(self.shards)))
+        return self.manifest.ids or digest_strings(chain.from_iterable(t["id"].to_pylist() for t in shards))
 
     @cached_property
     def labels(self) -> Tensor:
@@ -272,13 +275,13 @@ class DataSet:
         for column in map(self.column, self.column_names()):
             remove_others(self.store, column.folder, column.meta)
 
-    def localise(self, columns: Sequence[str]) -> None:
-        """Verify every file of some columns and, of a remote store, fetch it: to be called before forking.
+    def localise(self, columns: Sequence[str], check: bool = True) -> None:
+        """Fetch every file of some columns, of a remote store, and `check` it: to be called before forking.
 
         Forked workers share no connection with the parent, so they may only read what lies here already.
         """
         for name in columns:
-            self.column(name).localise()
+            self.column(name).localise(check)
 
     def split(self, name: str) -> Rows:
         """Row numbers of `train`, `heldout` or `test` that count, ascending."""

@@ -83,6 +83,8 @@ class Manifest(DataFile):
     """Number of rows left out, by reason; `rejects.jsonl` names them."""
     rows: int
     """Number of rows."""
+    ids: str = ""
+    """Digest of all ids in order, so that no process of a run has to read them."""
     shards: list[Shard] = Field(min_length=1)
     """Shards in order."""
 

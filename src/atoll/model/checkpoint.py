@@ -7,7 +7,7 @@ was published. Each read hashes the weights' file once.
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,7 +147,7 @@ class Checkpoint:
         from atoll.model.expert import settings_of
 
         weights, settings = network.state_dict(), settings_of(network)
-        data = _serialised(weights)
+        data = b"".join(_serialised(weights))
         # A pipeline may have been moved to 16 bits since: its card says so, and names other weights.
         digests = {"config_sha256": digest(settings), "weights_sha256": sha256(data)}
         if card.weights_sha256 not in ("", digests["weights_sha256"]):
@@ -156,7 +156,7 @@ class Checkpoint:
         card = card.model_copy(update=digests)
         if not self.holds(card):
             self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{CARD}{SUFFIX}")
-            self._write(settings, data, card)
+            self._write(settings, [data], card)
         return card
 
     def copy(self, target: "Checkpoint") -> Card:
@@ -212,14 +212,11 @@ class Checkpoint:
             raise self._foreign(WEIGHTS)
         return data
 
-    def _write(self, settings: dict[str, Any], data: bytes, card: Card) -> Card:
+    def _write(self, settings: dict[str, Any], blocks: "Iterable[bytes]", card: Card) -> Card:
         self.__dict__.pop("card", None)  # the one that was read before this write
-        card = card.model_copy(update={"config_sha256": digest(settings), "weights_sha256": sha256(data)})
         self.store.put_json(f"{self.prefix}/{CONFIG}", settings)
-        self.store.put(f"{self.prefix}/{WEIGHTS}", data)
-        if self.store.get(f"{self.prefix}/{WEIGHTS}") != data:
-            name = self.store.name(f"{self.prefix}/{WEIGHTS}")
-            raise StoreError(f"{name} reads back differently", "check the disk")
+        _, hashed = self.store.write(f"{self.prefix}/{WEIGHTS}", blocks)
+        card = card.model_copy(update={"config_sha256": digest(settings), "weights_sha256": hashed})
         # If-absent: of two processes that publish one run, the second one learns that it came too late.
         self.store.create_json(f"{self.prefix}/{CARD}", card.to_json())
         return card
@@ -248,8 +245,8 @@ def use_default_permissions(folder: Path) -> None:
                 shutil.copymode(like, path)
 
 
-def _serialised(weights: "Mapping[str, Tensor]") -> bytes:
-    from safetensors.torch import save as save_tensors
+def _serialised(weights: "Mapping[str, Tensor]") -> "Iterator[bytes]":
+    from atoll.store.tensors import to_blocks
 
-    on_host = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    return save_tensors(on_host, metadata={"format": "pt"})
+    on_host = {name: value.detach().cpu() for name, value in weights.items()}
+    return to_blocks(on_host, metadata={"format": "pt"})

@@ -30,21 +30,8 @@ from atoll.model.replay import Replayed
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.store import Absent
+from atoll.store.tensors import DTYPES
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 
 
@@ -157,7 +144,7 @@ class FileWeights(Mapping[str, Tensor]):
             tree = read_json(os.pread(self._file, length, 8))
             tree.pop("__metadata__", None)
             for name, entry in tree.items():
-                spec = Spec(_DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+                spec = Spec(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
                 begin, end = map(int, entry["data_offsets"])
                 if begin < 0 or end - begin != spec.nbytes:
                     raise ValueError(name)

@@ -4,20 +4,20 @@ A copy is named by what identifies the bytes: URL, key, entity tag, size and tim
 object therefore never meets a stale copy. The folder may be removed at any time.
 """
 
+import fcntl
 import hashlib
 import os
 import tempfile
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import obstore
-
 from atoll.base.errors import StoreError
 from atoll.base.safe_parse import expanded
+from atoll.store import ranges
 
-_CHUNK = 8 * 2**20  # bytes that are in memory at a time
 _PROCESS = uuid.uuid4().hex  # objects in memory are this process's own
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
@@ -27,31 +27,30 @@ def folder() -> Path:
     return expanded(os.environ.get("ATOLL_CACHE") or "~/.cache/atoll").absolute()
 
 
-def fetch(objects: Any, key: str, url: str) -> Path:
-    """A local file with an object's bytes, unless its copy is there; obstore's errors pass through."""
-    meta = obstore.head(objects, key)
+def fetch(url: str, meta: Any, read: ranges.Fetch) -> Path:
+    """A local file with the bytes of an object of this `meta`, unless its copy is there."""
     path = _place(meta, url)
     if _is_whole(path, meta):
         return path
-    result = obstore.get(objects, key)
-    meta = result.meta  # the object may have changed since the first look
-    path = _place(meta, url)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as file:
-            try:
-                for chunk in result.stream(min_chunk_size=_CHUNK):
-                    file.write(chunk)
-                file.close()
-                if not _is_whole(Path(file.name), meta):
-                    raise StoreError(f"{url} arrived torn", "run the command again")
-                # Renamed last: of several processes that fetch one object each sees all of it or nothing.
-                os.replace(file.name, path)
-            finally:
-                Path(file.name).unlink(missing_ok=True)
+        # Of the processes of a machine that want one object the first fetches it; the others find it then.
+        with (path.parent / ".lock").open("wb") as lock:
+            with suppress(OSError):  # where a file system has no locks, each fetches it
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_whole(path, meta):  # another process fetched it meanwhile
+                return path
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as file:
+                part = Path(file.name)
+                try:
+                    ranges.parts(read, int(meta["size"]), lambda at, data: os.pwrite(file.fileno(), data, at))
+                    if not _is_whole(part, meta):
+                        raise StoreError(f"{url} arrived torn", "run the command again")
+                    # Renamed last: who does not wait for the lock sees all of it or nothing.
+                    part.replace(path)
+                finally:
+                    part.unlink(missing_ok=True)
     except OSError as error:
-        if error.strerror is None:
-            raise  # obstore's own kind
         problem = f"cannot write a local copy of {url} below {folder()}: {error.strerror}"
         raise StoreError(problem, "set ATOLL_CACHE to a folder with enough space") from None
     return path

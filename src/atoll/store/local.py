@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 import zlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -21,15 +22,16 @@ EXPIRY = 24 * 3600.0
 """Seconds without a change after which a passing file is removed whose writer nobody here can know."""
 
 
-def write(path: Path, data: bytes | Path, *, replace: bool) -> bool:
-    """Write a file, or copy one; False if `replace` is false and the file is there already."""
+def write(path: Path, data: bytes | Path | Iterable[bytes], *, replace: bool) -> bool:
+    """Write a file, at once or in blocks, or copy one; False if it is there already and not to `replace`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _passing(path.parent)
     try:
         if isinstance(data, Path):
             shutil.copyfile(data, part)
         else:
-            part.write_bytes(data)
+            with part.open("wb") as file:
+                file.writelines([data] if isinstance(data, bytes) else data)
         if replace:
             part.replace(path)
         else:

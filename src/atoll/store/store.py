@@ -5,11 +5,13 @@ narrowed store cannot name anything outside it: that is how an island sees its o
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import posixpath
 import time
 import uuid
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from stat import S_ISREG
@@ -20,6 +22,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import LocalStore
 
 from atoll.base.errors import StoreError, first_line
+from atoll.base.hashing import sha256
 from atoll.base.safe_parse import LARGEST, read_json
 from atoll.store import cache, local, ranges
 from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_path
@@ -27,7 +30,7 @@ from atoll.store.location import IMPATIENT, PATIENT, connect, explain, local_pat
 _PROCESS = os.getpid()  # obstore's threads do not survive a fork: what waits for them waits for ever
 COPIED_AT_ONCE = 5 * 2**30
 """Bytes that S3 copies in one request; larger objects go through this machine, part by part."""
-PART = 64 * 2**20
+_AT_ONCE = 4  # parts of an object that are sent at once, and in memory
 _Failure = (BaseError, OSError, ValueError, NotImplementedError)  # what obstore raises
 
 
@@ -122,7 +125,10 @@ class Store:
         try:
             if self.local is not None:  # forked workers read too, and there obstore would wait for ever
                 return regular(self.path(key)).read_bytes()
-            return bytes(obstore.get(self._objects, self._full(key)).bytes())
+            result = obstore.get(self._objects, self._full(key))
+            if (size := int(result.meta["size"])) <= ranges.PART:
+                return bytes(result.bytes())
+            return b"".join(ranges.parts(self._ranges(key, result.meta["e_tag"]), size, lambda _, data: data))
         except _Failure as error:
             raise self._unread(key, error) from None
 
@@ -154,11 +160,47 @@ class Store:
                 fix = "put the folder itself there, or mount it there"
                 raise StoreError(f"{self.name(posixpath.dirname(key))} is a link that leads to {folder}", fix)
 
-    def _put(self, key: str, data: bytes | Path, mode: Any) -> None:
+    def write(self, key: str, blocks: Iterable[bytes]) -> tuple[int, str]:
+        """Write an object of many blocks, atomically, over an older one; its size and SHA-256.
+
+        Each of `ranges.PART` bytes, but for the last: memory never holds it all. `Damaged` unless the store
+        then holds them: by its own MD5 of the parts, where it has one as S3 does, else by reading it again.
+        """
+        size, digest, tags = 0, hashlib.sha256(), list[bytes]()
+
+        def hashed() -> Iterator[bytes]:
+            nonlocal size
+            for block in blocks:
+                size += len(block)
+                digest.update(block)
+                if self.local is None:
+                    tags.append(hashlib.md5(block, usedforsecurity=False).digest())
+                yield block
+
+        self._put(key, hashed(), "overwrite")
+        try:
+            if self.local is not None:
+                again = sha256(self.path(key))
+            else:
+                # S3 makes it so of an object that was sent in parts.
+                tag = f"{hashlib.md5(b''.join(tags), usedforsecurity=False).hexdigest()}-{len(tags)}"
+                there = self._head(key)
+                if (there["size"], (there["e_tag"] or "").strip('"')) == (size, tag):
+                    return size, digest.hexdigest()
+                file = self.reader(key, (there["size"], there["e_tag"]), ranges.PART)
+                again = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        except OSError as error:
+            raise self._unread(key, error) from None
+        if again != digest.hexdigest():
+            raise Damaged(f"{self.name(key)} reads back differently", "check the disk or the store")
+        return size, again
+
+    def _put(self, key: str, data: bytes | Path | Iterator[bytes], mode: Any) -> None:
         self._check_links(self._key(key))
         try:
             if self.local is None:
-                obstore.put(self._objects, self._full(key), data, mode=mode)
+                options: Any = {"mode": mode, "chunk_size": ranges.PART, "max_concurrency": _AT_ONCE}
+                obstore.put(self._objects, self._full(key), data, **options)
             elif not local.write(self.path(key), data, replace=mode == "overwrite"):
                 raise AlreadyExistsError
         except AlreadyExistsError:
@@ -255,20 +297,20 @@ class Store:
         """A local file with this object's bytes: itself, or of a remote object a copy (`store.cache`)."""
         if self.local is not None:
             return self.local / self._key(key)
-        try:
-            return cache.fetch(self._objects, self._full(key), self.name(key))
-        except _Failure as error:
-            raise self._unread(key, error) from None
+        meta = self._head(key)
+        return cache.fetch(self.name(key), meta, self._ranges(key, meta["e_tag"]))
 
-    def reader(self, key: str, state: tuple[int, str], buffer: int = ranges.BUFFER) -> BinaryIO:
+    def reader(self, key: str, state: tuple[int, str | None], buffer: int = ranges.BUFFER) -> BinaryIO:
         """A remote object as a seekable file, read by ranges of `buffer` bytes.
 
         `state` is as `states` gave it: an object that changed since is `Damaged` when it is read.
         """
         size, tag = state
+        return ranges.reader(self._ranges(key, tag), size, buffer)
 
+    def _ranges(self, key: str, tag: str | None) -> ranges.Fetch:
         def fetch(start: int, stop: int) -> bytes:
-            options: Any = {"range": (start, stop), "if_match": tag}
+            options: Any = {"range": (start, stop), **({"if_match": tag} if tag else {})}
             try:
                 return bytes(obstore.get(self._objects, self._full(key), options=options).bytes())
             except PreconditionError:
@@ -277,7 +319,7 @@ class Store:
             except _Failure as error:
                 raise self._unread(key, error) from None
 
-        return ranges.reader(fetch, size, buffer)
+        return fetch
 
     def get_json(self, key: str) -> Any:
         """Plain data from a JSON object; `StoreError` if it is missing or is not JSON."""
@@ -316,8 +358,8 @@ class Store:
 
 
 async def _copy_in_parts(objects: Any, source: str, target: str) -> None:
-    parts = (await obstore.get_async(objects, source)).stream(min_chunk_size=PART)
-    await obstore.put_async(objects, target, parts, chunk_size=PART)
+    parts = (await obstore.get_async(objects, source)).stream(min_chunk_size=ranges.PART)
+    await obstore.put_async(objects, target, parts, chunk_size=ranges.PART)
 
 
 def check_conditional_create(store: Store, prefix: str = "") -> None:

@@ -22,13 +22,12 @@ from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
-from atoll.store.log import Commit, Fenced, Log
+from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
-from atoll.train import state as checkpoint
 from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import Float32Attention, StepSharding, whole
 from atoll.train.rows import Batch, Prefetcher
-from atoll.train.state import Ema, Guard, Saver, TrainState
+from atoll.train.state import PATIENCE, Ema, Guard, Saver, TrainState, resume
 from atoll.train.tasks import Task
 
 
@@ -75,8 +74,8 @@ class _Run:
         ema = Ema(network, settings.ema_half_life * self.plan.samples, settings.ema_warmup)
         self.state = TrainState(network, ema, optimizer, Guard(settings.guard))
         self.run = store.sub("run")
-        self.log = Log(self.run, new_holder())
-        self.saver = Saver(self.run, self.log, self.learned, settings.keep)
+        self.log = Log(self.run, group.once(new_holder))
+        self.saver = Saver(self.run, self.log, self.learned, settings.keep, group)
         self.trackers: Trackers | None = None
         self.loss, self.speed, self.phase = float("nan"), 0.0, "starting"
 
@@ -140,28 +139,14 @@ class _Run:
 
     def _resume(self) -> None:
         state, before = self.state, read_heartbeat(self.run) if self.group.first else None
-        blobs: dict[str, bytes] = {}
-
-        def find() -> tuple[str, Commit] | None:
-            newest = checkpoint.newest(self.run, self.log)
-            if newest is None:
-                return None
-            name, (commit, content) = newest
-            blobs.update(content)
-            return name, commit
-
-        # Rank 0 reads it, and every rank keeps its part of each tensor: what is saved knows no number of
-        # processes, so a run goes on with more or fewer of them.
-        newest = self.group.once(find)
-        if newest is not None:
-            name, commit = newest
-            checkpoint.restore(state, name, (commit, blobs), self.learned, self.group.spread)
+        resumed = resume(state, self.run, self.log, self.learned, self.group)
+        if resumed:
             self.saver.committed = state.step
             self._say(f"{self.name}: resumed at step {state.step:,} of {self.plan.steps:,}")
         if self.group.first:
             # The heartbeat tells how far the process before came, its last commit what of that is left.
             reached = (before.step or 0) if before else 0
-            if reached or newest:
+            if reached or resumed:
                 self.log.append("resume", step=state.step, lost=max(0, reached - state.step))
             # Lines of metrics.jsonl that an interrupted process wrote after its last commit are logged anew.
             try:
@@ -239,13 +224,18 @@ class _Run:
                 # All ranks agree, by one sum before the step, whether to leave or save: both are collectives,
                 # which one rank alone would wait in for ever. A signal may reach one rank only, and a rank
                 # without data has been told to leave while it waited.
-                due = self.group.first and time.monotonic() - saved > settings.checkpoint_every_s
-                leave, save = self.group.sum([float(batches is None or bool(stop_requested)), float(due)])
+                every = settings.checkpoint_every_s
+                every = max(every, PATIENCE * self.saver.seconds) if every else 0.0
+                due = self.group.first and time.monotonic() - saved > every
+                told = batches is None or bool(stop_requested)
+                leave, save, writing = self.group.sum([*map(float, (told, due, self.saver.writing))])
+                if not writing:
+                    self.saver.settle()
                 if leave:
                     self._save()
-                    # The others wait for rank 0 here: `torchrun` ends all processes of a run as soon as one
-                    # of them is gone, and a write of rank 0 with them.
-                    self.group.once(lambda: self.saver.settle(fatal=True))
+                    # All wait for each other here: `torchrun` ends all processes of a run as soon as one
+                    # of them is gone, and the writes of the others with them.
+                    self.saver.settle(fatal=True)
                     where = f"step {state.step:,} of {plan.steps:,}"
                     if self.group.first:
                         raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
@@ -257,7 +247,6 @@ class _Run:
                 # must stop before it spends another step, though the log would refuse its commits anyway.
                 if self.group.first:
                     self.heart.check()
-                    self.saver.poll()
 
                 assert batches is not None
                 metrics = self._step(batches)
@@ -274,7 +263,7 @@ class _Run:
             # The last commit must be there before anything is published: a kill in between then costs
             # nothing.
             self._save()
-            self.group.once(lambda: self.saver.settle(fatal=True))
+            self.saver.settle(fatal=True)
 
     def _step(self, batches: list[tuple[float, Batch]]) -> dict[str, Any]:
         # Loss, gradient, update; gives the step's line of metrics.
@@ -346,17 +335,10 @@ class _Run:
 
     def _save(self, milestone: bool = False) -> None:
         # A milestone is committed even where this step has been: the log's entry is what keeps it for good.
-        if not milestone and not self.group.once(lambda: self.saver.lacks(self.state.step)):
-            return
-        self.phase = "saving"
-        tensors = self.state.tensors(self.group.first)
-
-        def write() -> None:
-            self._write_metrics()
-            self.saver.save(self.state, tensors, milestone)
-
-        # It waits for the write before it, which may take longer than a collective lasts.
-        self.group.once(write)
+        if milestone or self.saver.lacks(self.state.step):
+            self.phase = "saving"
+            self.group.once(self._write_metrics)
+            self.saver.save(self.state, milestone)
 
     def _note(self, **values: Any) -> None:
         line = MetricsLine(step=self.state.step, samples=self.state.samples, **values)

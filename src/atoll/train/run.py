@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from atoll.base.device import own_device
+from atoll.base.processes import joined
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
 from atoll.campaign.publication import KEY, trained_already
@@ -47,12 +48,20 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         check_trackers(config.tracking)
         if key := os.environ.get(KEY):
             public_key(Path(key))  # a wrong one is told now, and not when all is trained
-        # Damage is told before the first step, and loader workers find all they read on local disk.
-        dataset.localise(["latents", *([config.data.text_column] if config.condition == "text" else [])])
         tracking = config.tracking
         if not tracking.name:  # the campaign's own
             tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})
-        train(_task(campaign, plan, dataset, store, run.name), store, run.name, wait=wait, tracking=tracking)
+        routes = RUNS[plan.role].task == "route"
+        training = config.router.train if routes else config.denoiser(plan.role, plan.island)[1]
+        columns = ["latents", *([config.data.text_column] if config.condition == "text" else [])]
+        with joined(training.parallel.collective_timeout_s) as group:
+            # Damage is told before the first step, and loader workers find all they read on local disk. What
+            # the first process of a machine has fetched and hashed, its others only open.
+            first = os.environ.get("LOCAL_RANK", "0") == "0"
+            group.each(lambda: dataset.localise(columns) if first else None)
+            dataset.localise(columns, check=False)
+            task = _task(campaign, plan, dataset, store, run.name)
+            train(task, store, run.name, wait=wait, tracking=tracking)
     if role == "pretrain":
         copy_initial_weights(campaign)
     return Checkpoint(store, "expert").card

@@ -3,31 +3,41 @@
 A checkpoint is a folder of safetensors and JSON under the holder's own name, verified and then made
 real by `COMMIT.json`; the island's log names it, with the hash of that file. The newest one that is
 whole wins; one that is torn or damaged is set aside in the log, where everybody sees it.
+
+Files hold whole tensors, and which they hold depends on the network alone. They are dealt out to the
+processes that write or read them, so a run goes on with any number of them, and none holds more than a share.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.hashing import digest, sha256
+from atoll.base.processes import ProcessGroup
 from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import GuardConfig
 from atoll.store.log import COMMIT, Commit, Fenced, Log
-from atoll.store.manifest import publish, read_published
+from atoll.store.manifest import FileEntry, check_file, write_blocks
 from atoll.store.store import Absent, Damaged, Store
+from atoll.store.tensors import read_tensors, to_blocks
 from atoll.train.parallel import fill, gather_no_more, local, whole
+
+LARGEST = 2 * 2**30
+"""Bytes of tensors in one file of a checkpoint, where one tensor alone is not larger."""
+PATIENCE = 20
+"""A checkpoint is due after so many times what the last one took: a twentieth of the time goes to them."""
 
 
 class Ema:
@@ -121,8 +131,9 @@ class Guard:
         self.skipped, self.in_a_row = counters["skipped"], counters["in_a_row"]
 
 
-Spread = Callable[[dict[str, Tensor]], Iterable[tuple[str, Tensor]]]
-OWN: Spread = dict[str, Tensor].items  # one process has all
+ALONE = ProcessGroup()
+Files = dict[str, dict[str, Tensor]]
+"""Named tensors by the file that holds them."""
 
 
 @dataclass
@@ -139,70 +150,107 @@ class TrainState:
     seconds: float = 0.0
     metrics: list[MetricsLine] = field(default_factory=list)  # of metrics.jsonl up to here
 
-    def tensors(self, keep: bool = True) -> dict[str, dict[str, Tensor]]:
-        """The state's tensors by file: whole, on the CPU, apart from the live ones.
-
-        All ranks call it, since it gathers what is sharded; those that do not `keep` it get nothing.
-        """
+    def files(self) -> Files:
+        """The living tensors, in the order of their names, by the file that each is saved in."""
         weights = dict(self.network.named_parameters())
         moments = {
             f"{name}/{key}": torch.as_tensor(value)
             for name, parameter in weights.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        files: dict[str, dict[str, Tensor]] = {}
-        for file, tensors in (("weights", weights), ("ema", self.ema.weights), ("optimizer", moments)):
-            # One by one: no GPU ever holds more than one tensor in whole.
-            gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
-            copies = {name: t.to("cpu", copy=True).contiguous() for name, t in gathered if keep}
-            files[f"{file}.safetensors"] = copies
+        files: Files = {}
+        for kind, tensors in (("weights", weights), ("ema", self.ema.weights), ("optimizer", moments)):
+            # In the order of names, so that files and their bytes are the same whoever writes them.
+            parts, room = [dict[str, Tensor]()], LARGEST
+            for name in sorted(tensors):
+                size = tensors[name].nbytes  # of a sharded one, in whole
+                if parts[-1] and size > room:
+                    parts, room = [*parts, {}], LARGEST
+                parts[-1][name], room = tensors[name], room - size
+            for number, part in enumerate(parts, 1):
+                of = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+                files[f"{kind}{of}.safetensors"] = part
         return files
 
-    def restore(self, commit: Commit, blobs: dict[str, bytes], spread: Spread = OWN) -> None:
-        """Take over a saved state, in place; `spread` brings tensors of rank 0's blobs to every process."""
+    def tensors(self, group: ProcessGroup = ALONE) -> Files:
+        """This process's share of the files: whole tensors on the CPU, apart from the living ones.
+
+        All processes call it, since it gathers what is sharded.
+        """
+        files = self.files()
+        owners = dealt({file: sum(t.nbytes for t in parts.values()) for file, parts in files.items()}, group)
+        copies: Files = {file: {} for file in files if owners[file] == group.rank}
+        for file, tensors in files.items():
+            for name, tensor in tensors.items():
+                # One by one: no GPU ever holds more than one tensor in whole.
+                value = whole(tensor.detach())
+                if file in copies:
+                    copies[file][name] = value.to("cpu", copy=True).contiguous()
+        return copies
+
+    def restore(self, commit: Commit, files: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> None:
+        """Take over a saved state, in place, from the tensors of all its files."""
         self.samples, self.step, self.seconds = commit.samples, commit.step, commit.seconds
         self.tracker = commit.tracker
         self.guard.restore(commit.guard)
         parameters = dict(self.network.named_parameters())
-        for file, own in (("weights", parameters), ("ema", self.ema.weights)):
-            for name, value in spread(_tensors(blobs, file)):
-                fill(own[name].detach(), value)
-        for full_name, value in spread(_tensors(blobs, "optimizer")):
-            name, key = full_name.rsplit("/", 1)
-            parameter = parameters[name]
-            # Mapped bytes may be unaligned, and kernels then sum in another order: the same numbers, other
-            # last bits two steps later. A copy is aligned as a fresh tensor is.
-            moment = value.clone()
-            if value.shape == parameter.shape and value.ndim:
-                moment = torch.empty_like(parameter, dtype=value.dtype)
-                fill(moment, value)
-            self.optimizer.state[parameter][key] = moment.to(parameter.device)
+        own: dict[str, dict[str, Any]] = {"weights": parameters, "ema": self.ema.weights}
+        for file, tensors in files:
+            kind = file.partition(".")[0].partition("-")[0]
+            for full_name, value in tensors:
+                if kind in own:
+                    fill(own[kind][full_name].detach(), value)
+                    continue
+                name, key = full_name.rsplit("/", 1)
+                parameter = parameters[name]
+                # Mapped bytes may be unaligned, and kernels then sum in another order: the same numbers,
+                # other last bits two steps later. A copy is aligned as a fresh tensor is.
+                moment = value.clone()
+                if value.shape == parameter.shape and value.ndim:
+                    moment = torch.empty_like(parameter, dtype=value.dtype)
+                    fill(moment, value)
+                self.optimizer.state[parameter][key] = moment.to(parameter.device)
+
+
+def dealt(sizes: Mapping[str, int], group: ProcessGroup) -> dict[str, int]:
+    """Which rank writes or reads each file: the largest first, each to the one that has least."""
+    # All come to the same answer by themselves, from sizes that all know.
+    loads, owners = [0] * group.size, dict[str, int]()
+    for file in sorted(sizes, key=lambda file: (-sizes[file], file)):
+        owners[file] = loads.index(min(loads))
+        loads[owners[file]] += sizes[file]
+    return owners
 
 
 class Saver:
     """Commits checkpoints beside the training: the state is copied at once and written by a thread.
 
-    A write that fails is told and made up for by the next one; only a takeover, and a failure of the
+    All processes call it: each writes its own files, and rank 0 names those of all once they are there. A
+    write that fails is told and made up for by the next one; only a takeover, and a failure of the
     write that is waited for, end the run. A resume must agree with `learned`, the settings that the weights
     depend on; of commits the newest `keep` stay, and milestones.
     """
 
-    def __init__(self, store: Store, log: Log, learned: dict[str, Any], keep: int) -> None:
-        self.store, self.log, self.learned, self.keep = store, log, learned, keep
-        self.committed = -1
+    def __init__(
+        self, store: Store, log: Log, learned: dict[str, Any], keep: int, group: ProcessGroup = ALONE
+    ) -> None:
+        self.store, self.log, self.learned, self.keep, self.group = store, log, learned, keep, group
+        self.committed, self.seconds = -1, 0.0  # step of the last commit, and how long it took
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
-        self._pending: Future[None] | None = None
+        self._files: Future[list[FileEntry]] | None = None  # this process's
 
     def lacks(self, step: int) -> bool:
         """Whether this step is yet to be committed; waits for a write that is under way."""
         self.settle()
         return self.committed != step
 
-    def save(self, state: TrainState, tensors: dict[str, dict[str, Tensor]], milestone: bool = False) -> None:
+    def save(self, state: TrainState, milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
         # At most one write at a time: memory holds two states, the living one and its copy, and never a
         # third.
-        self.settle()
+        if not self.lacks(state.step):
+            return
+        start = time.monotonic()
         commit = Commit(
             samples=state.samples,
             step=state.step,
@@ -211,46 +259,62 @@ class Saver:
             guard=state.guard.counters(),
             tracker=state.tracker,
         )
-        self._pending = self._thread.submit(self._write, commit, tensors, milestone)
+        name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
+        # An entry whose answer was lost may name what is there: it is not written over.
+        there = self.group.once(lambda: self.store.exists(f"{name}/{COMMIT}"))
+        self._files = self._thread.submit(self._write, name, {} if there else state.tensors(self.group))
+        self._name = partial(self._commit, name, commit, milestone, start)
 
-    def poll(self) -> None:
-        """Raise `Fenced` if a finished write found that the run was taken over."""
-        if self._pending is not None and self._pending.done():
-            self.settle()
+    @property
+    def writing(self) -> bool:
+        """Whether this process is still at its files."""
+        return self._files is not None and not self._files.done()
 
     def close(self) -> None:
         """End the thread; a write that is under way is finished."""
         self._thread.shutdown()
 
     def settle(self, fatal: bool = False) -> None:
-        """Wait until the last write is done; one that failed is told, or `fatal`: a `StoreError`."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        """Wait until all files are written, and name them; a failure is told, or `fatal`: a `StoreError`."""
+        files, self._files = self._files, None
+        if files is None:
             return
-        try:
-            pending.result()
-        except Fenced:
-            raise
-        except StoreError as error:
-            if fatal:
-                raise
-            say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
+        written = self.group.each(lambda: _told(files.result, fatal))
 
-    def _write(self, commit: Commit, tensors: dict[str, dict[str, Tensor]], milestone: bool) -> None:
-        # First all blobs, then COMMIT.json, then the log's entry, then old ones go: a kill between any two
-        # leaves a folder that nobody names, never a name without its bytes.
-        name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
-        if self.committed == commit.step:
-            return
-        # A milestone may follow a commit of the same step: its blobs are there already.
-        if not self.store.exists(f"{name}/{COMMIT}"):
-            blobs = {file: save_tensors(parts) for file, parts in tensors.items()}
-            publish(self.store, name, blobs, COMMIT, commit)
+        # Between two steps, since the files of several processes are known to all only there; it is quick.
+        def name() -> int:
+            if None not in written:
+                _told(partial(self._name, [entry for own in written for entry in own]), fatal)
+            return self.committed
+
+        self.committed = self.group.once(name)
+
+    def _write(self, name: str, files: Files) -> list[FileEntry]:
+        # Each is given up once it is written. First all files, then COMMIT.json, then the log's entry, then
+        # old ones go: a kill between any two leaves a folder that nobody names, never a name without bytes.
+        return [write_blocks(self.store, name, file, to_blocks(files.pop(file))) for file in list(files)]
+
+    def _commit(
+        self, name: str, commit: Commit, milestone: bool, start: float, files: list[FileEntry]
+    ) -> None:
+        key = f"{name}/{COMMIT}"
+        if files:
+            self.store.create_json(key, commit.model_copy(update={"files": files}).to_json())
         shown = commit.model_dump(include={"samples", "step", "seconds"})
-        hashed = sha256(self.store.get(f"{name}/{COMMIT}"))
+        hashed = sha256(self.store.get(key))
         self.log.append("commit", checkpoint=name, sha256=hashed, milestone=milestone, **shown)
-        self.committed = commit.step
+        self.committed, self.seconds = commit.step, time.monotonic() - start
         _prune(self.store, self.log, self.keep)
+
+
+def _told(do: Callable[[], Any], fatal: bool) -> Any:
+    try:
+        return do()
+    except StoreError as error:
+        if fatal or isinstance(error, Fenced):
+            raise
+        say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
+        return None
 
 
 def _prune(store: Store, log: Log, keep: int) -> None:
@@ -271,43 +335,51 @@ def _prune(store: Store, log: Log, keep: int) -> None:
             store.delete(key)
 
 
-def _tensors(blobs: dict[str, bytes], file: str) -> dict[str, Tensor]:
-    return load_tensors(blobs[f"{file}.safetensors"]) if blobs else {}
+def resume(
+    state: TrainState, store: Store, log: Log, learned: dict[str, Any], group: ProcessGroup = ALONE
+) -> bool:
+    """Go on from the newest whole checkpoint, if there is one; damaged ones on the way are set aside.
 
+    Each process reads its share of the files, however many wrote them, and sends all others their tensors.
+    `ConfigError` if it was made with other settings.
+    """
+    there = (entry for entry in reversed(log.commits()) if store.list(entry.checkpoint))  # others were pruned
+    entry = group.once(lambda: next(there, None))
+    if entry is None:
+        return False
+    name, files = entry.checkpoint, Files()
 
-Loaded = tuple[Commit, dict[str, bytes]]  # content of COMMIT.json and the blobs
-
-
-def newest(store: Store, log: Log) -> tuple[str, Loaded] | None:
-    """Name and content of the newest whole checkpoint; damaged ones on the way are set aside."""
-    for entry in reversed(log.commits()):
-        name, hashed = entry.checkpoint, entry.sha256
-        if not store.list(name):
-            continue  # pruned
+    def read() -> Commit | str:
         try:
-            return name, load(store, name, hashed)
+            if sha256(store.get(f"{name}/{COMMIT}")) != entry.sha256:
+                fix = "it is damaged: an older one is used"
+                raise Damaged(f"{name}/{COMMIT} is not what the log says", fix)
+            commit = Commit.read(store, f"{name}/{COMMIT}")
+            owners = dealt({file.path: file.bytes for file in commit.files}, group)
+            for file in commit.files:
+                if owners[file.path] == group.rank:
+                    path = check_file(store, name, file)
+                    files[file.path] = read_tensors(path, store.name(f"{name}/{file.path}"))
+                    if store.local is None:  # of a copy nobody but the map needs the name
+                        path.unlink(missing_ok=True)
         except (Absent, Damaged) as error:  # a store that does not answer says nothing about a checkpoint
-            say(f"warning: checkpoint set aside: {error}")
-            log.append("set_aside", checkpoint=name, reason=str(error))
-    return None
+            return str(error)
+        return commit
 
+    def set_aside(reason: str) -> None:
+        say(f"warning: checkpoint set aside: {reason}")
+        log.append("set_aside", checkpoint=name, reason=reason)
 
-def load(store: Store, name: str, hashed: str) -> Loaded:
-    """A checkpoint; `Absent` or `Damaged` unless it is what the log says."""
-    if sha256(store.get(f"{name}/{COMMIT}")) != hashed:
-        raise Damaged(f"{name}/{COMMIT} is not what the log says", "it is damaged: an older one is used")
-    return read_published(store, name, COMMIT, Commit)
-
-
-def restore(
-    state: TrainState,
-    name: str,
-    loaded: Loaded,
-    learned: dict[str, Any],
-    spread: Spread = OWN,
-) -> None:
-    """Go on from a checkpoint, whose blobs rank 0 has; `ConfigError` if it was made with other settings."""
-    commit, blobs = loaded
+    answers = group.each(read)
+    for wrong in answers:
+        if isinstance(wrong, str):
+            group.once(partial(set_aside, wrong))
+            return resume(state, store, log, learned, group)
+    commit = answers[0]
+    assert isinstance(commit, Commit)
     if commit.recipe != digest(learned):
         raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
-    state.restore(commit, blobs, spread)
+    owners = dealt({file.path: file.bytes for file in commit.files}, group)
+    arriving = ((path, group.spread(files.pop(path, {}), owner)) for path, owner in owners.items())
+    state.restore(commit, arriving)
+    return True

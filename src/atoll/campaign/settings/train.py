@@ -81,7 +81,8 @@ class TrainConfig(Config):
     previews: int = loose(default=2, ge=0)
     """Preview images over the run, evenly spaced; the last is at the end."""
     checkpoint_every_s: float = loose(default=300.0, ge=0)
-    """Seconds between checkpoints; one more is written at the end."""
+    """Seconds between checkpoints, at least 20 times what the last one took to write; one more is written at
+    the end. 0 writes them as often as possible."""
     keep: int = loose(default=2, ge=1)
     """Number of recent checkpoints to keep."""
     milestones: int = loose(default=0, ge=0)
