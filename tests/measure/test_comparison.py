@@ -28,7 +28,7 @@ from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import Model
 from atoll.store.signatures import new_key, sign, signer
 from atoll.store.store import Store
-from helpers import Answer, Run, entries, of_no_number, refused
+from helpers import Answer, Run, atoll, entries, of_no_number, refused
 
 Drawing = tuple[str | None, float, int]
 
@@ -589,11 +589,34 @@ def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: in
     half = np.tile(np.array([0, 200], np.uint8), (2 * SIDE, 2 * SIDE))  # every other column
     picture = Image.fromarray(half).convert(mode)
     pixels = SavedSamples.pixels_of(range(3), [picture] * 3)
-    kept = SavedSamples.of(pixels, np.zeros((3, 5), dtype=np.float32))
+    kept = SavedSamples(np.stack([*pixels.values()]), np.zeros((3, 5), dtype=np.float32))
     assert kept.pixels.shape == (3, channels * SIDE * SIDE // 2) and (kept.pixels == 100).all()
     small = Image.new(mode, (4, 4))
     pixels = SavedSamples.pixels_of(range(MOST + 1), [small] * (MOST + 1))
-    many = SavedSamples.of(pixels, np.zeros((MOST + 1, 2), dtype=np.float32))
+    many = SavedSamples(np.stack([*pixels.values()]), np.zeros((MOST, 2), dtype=np.float32))
     assert many.pixels.shape == (MOST, 16 * channels) and len(many.features) == MOST
     again = SavedSamples.read(many.tensors())
     assert (again.pixels == many.pixels).all() and (again.features == many.features).all()
+
+
+@pytest.mark.slow
+def test_three_processes_compare_to_the_bit_what_one_compares(made: Path, tmp_path: Path) -> None:
+    """Points, samples, table, guidance sweep and pictures; by-expert batches and a share that is shorter."""
+    sets = ["compare.samples=40", "compare.batch=12", "compare.guidances=[1,3]", "compare.sweep=[top-1,once]"]
+    argv = [word for setting in sets for word in ("--set", setting)]
+    found = []
+    for processes in ("1", "3"):
+        folder = Path(shutil.copytree(made, tmp_path / processes))
+        shutil.rmtree(folder / "reports", ignore_errors=True)
+        done = atoll("compare", folder, *argv, "--processes", processes)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("compare: 40 pictures each") == 1, done.stdout
+        tree = json.loads((folder / "reports/compare.json").read_text())
+        del tree["seconds"]
+        for row in tree["rows"]:
+            del row["seconds"]
+        files = [*folder.glob("reports/points/*.safetensors"), *folder.glob("reports/compare/*/*.png")]
+        found.append((tree, {path.relative_to(folder): path.read_bytes() for path in files}))
+        costs = [json.loads(path.read_text())["cost"] for path in folder.glob("reports/points/*.json")]
+        assert {cost["processes"] for cost in costs} == {float(processes)}
+    assert len(found[0][1]) == 3 + 16 and found[0] == found[1]

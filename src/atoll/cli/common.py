@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,20 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     from atoll.campaign.folder import Campaign
 
     return Campaign.open(campaign, sets)
+
+
+def shared(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose work `--processes` share; each of them runs it."""
+
+    @wraps(command)
+    def run(processes: int, **options: Any) -> None:
+        from atoll.measure.request import spread
+
+        if not spread(processes):
+            command(**options)
+
+    about = "Processes of this machine that share the work."
+    return click.option("--processes", type=click.IntRange(min=1), default=1, help=about)(run)
 
 
 def with_options(sets: tuple[str, ...], group: str, **options: Any) -> tuple[str, ...]:

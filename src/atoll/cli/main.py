@@ -26,6 +26,7 @@ from atoll.cli.common import (
     STEPS,
     LocalPath,
     open_campaign,
+    shared,
     with_options,
 )
 from atoll.cli.concepts import concepts, filter_rows
@@ -274,6 +275,7 @@ def sample(
 @click.argument("campaigns", metavar="CAMPAIGN...", nargs=-1, required=True)
 @click.option("--out", default=".", help="Where reports/seeds.json of several goes.")
 @SETS
+@shared
 def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
     """Measure monolith, student, and the ensemble under every strategy.
 
@@ -312,26 +314,22 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @GUIDANCE
 @STEPS
 @click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
-@click.option("--processes", type=click.IntRange(min=1), default=1, help="Processes that share the work.")
 @click.option("--out", default=".", help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
-def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any) -> None:
+@shared
+def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
-    if listed:
-        from atoll.measure.request import show_all
-
-        if campaign is None:
-            raise AtollError("--list needs a campaign", "name it")
-        return say(show_all(open_campaign(campaign).store))
     from atoll.measure import request
 
+    if listed:
+        if campaign is None:
+            raise AtollError("--list needs a campaign", "name it")
+        return say(request.show_all(open_campaign(campaign).store))
     arguments, sets = request.requested(options)
     opened = open_campaign(campaign, sets) if campaign is not None else None
     config = request.alone(sets) if opened is None else opened.config.evaluate
     request.check_metrics(config.metrics)
-    if request.spread(processes):
-        return
     from atoll.measure.points import evaluate as measure
 
     measure(opened, config, **arguments)
@@ -340,6 +338,7 @@ def evaluate(campaign: str | None, listed: bool, processes: int, **options: Any)
 @atoll.command()
 @CAMPAIGN
 @SETS
+@shared
 def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
     opened = open_campaign(campaign, sets)

@@ -9,17 +9,19 @@ finished. Until then the pretrained network is what there is.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from atoll.base.console import say
-from atoll.base.device import using_threads
+from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.processes import ProcessGroup
 from atoll.base.table import ratio_of
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
@@ -41,13 +43,16 @@ from atoll.campaign.settings.measure import EXTRA
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
 from atoll.measure.models import WIDE, Candidate, RowConditions
+from atoll.measure.pictures import sharing
 from atoll.measure.same_noise import SavedSamples, pair_table
 from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Costs, Trace
+from atoll.model.dispatch import Costs, Networks, Trace
+from atoll.model.expert import StoredExpert
 from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import ENSEMBLE, Model
+from atoll.model.residency import ResidentExperts
 
 
 @dataclass(frozen=True)
@@ -127,17 +132,21 @@ class TrainingCurve:
             run = self.single[name]
             model = Model(lambda: Bank([run.load(chosen[name], setup.device)]), run.card, setup.device)
             return Candidate(name, point.weights, model)
-        # An ensemble of checkpoints is loaded whole: where that may not fit, it stays in host memory.
-        limited = setup.campaign.config.sampling.residency.limited
-        device, k = torch.device("cpu") if limited else setup.device, setup.content.k
+        device, k, residency = setup.device, setup.content.k, setup.campaign.config.sampling.residency
 
         def assembled() -> Bank:
-            loaded = {n: run.load(chosen[f"experts/{n}"], device) for n, run in self.experts.items()}
+            # Where few may be on the device, they lie in host memory and share its places.
+            place = torch.device("cpu") if residency.limited else device
+            loaded = {n: run.load(chosen[f"experts/{n}"], place) for n, run in self.experts.items()}
             guide = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
             cards = {n: run.card for n, run in self.experts.items()}
             costs = Costs.of(setup.router, cards, k, guide.card if guide else None)
             router = Checkpoint(self.store, "ensemble/router").router(device)
-            return Bank([loaded.get(n) for n in range(k)], router, (), costs, guide)
+            experts: Networks = [loaded.get(n) for n in range(k)]
+            if residency.limited:
+                stored = [StoredExpert.of(loaded[n]) if n in loaded else None for n in range(k)]
+                experts = ResidentExperts(stored, residency, device, weights_dtype(residency.dtype, device))
+            return Bank(experts, router, (), costs, guide)
 
         missing = sorted(set(range(k)) - set(self.experts))
         return Candidate(ENSEMBLE, point.weights, Model(assembled, setup.router, device), missing)
@@ -224,7 +233,7 @@ def reach_table(rows: Sequence[CurveRow], start: str | None = None) -> list[Reac
 FOLDER = "reports/compare"
 
 
-def compare(campaign: Campaign) -> Comparison:
+def compare(campaign: Campaign, world: ProcessGroup | None = None) -> Comparison:
     """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated.
 
     Every point that was measured is kept, so a comparison that was stopped goes on where it was, and one with
@@ -235,7 +244,10 @@ def compare(campaign: Campaign) -> Comparison:
         ConfigError: a strategy or a curve that is not possible here.
         DataError: there are too few rows to judge by.
     """
-    store, config, setup = campaign.store, campaign.config.compare, CommonSetup(campaign)
+    if world is None:
+        with sharing(campaign.config.compare.threads) as world:
+            return compare(campaign, world)
+    store, config, setup = campaign.store, campaign.config.compare, CommonSetup(campaign, world)
     parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
     key = digest(
         {
@@ -245,7 +257,7 @@ def compare(campaign: Campaign) -> Comparison:
             "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
         }
     )
-    result = Comparison.known(store, key)
+    result = world.once(lambda: Comparison.known(store, key))
     missing = setup.missing(result)
     if result is not None and not missing:
         say("compare: finished already")
@@ -253,18 +265,17 @@ def compare(campaign: Campaign) -> Comparison:
     # A curve that is not possible is refused before anything is drawn.
     curve = TrainingCurve(setup) if "curve" in missing else None
     setup.load()
-    with using_threads(config.threads):
-        if result is None:
-            result = _table(setup, key, parts)
-            result.write(store)
-        # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
-        for name in missing:
-            start, asked = time.monotonic(), setup.extras[name]
-            tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
-            seconds = round(result.seconds + time.monotonic() - start, 1)
-            extended = result.tables.model_copy(update=tables)
-            result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
-            result.write(store)
+    if result is None:
+        result = _table(setup, key, parts)
+        world.once(partial(result.write, store))
+    # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
+    for name in missing:
+        start, asked = time.monotonic(), setup.extras[name]
+        tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
+        seconds = round(result.seconds + time.monotonic() - start, 1)
+        extended = result.tables.model_copy(update=tables)
+        result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
+        world.once(partial(result.write, store))
     return result
 
 
@@ -277,29 +288,16 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     samples, weights = dict[str, SavedSamples](), dict[str, Any]()
     for name in (*setup.dense, *setup.strategies):
         row, saved, _ = setup.row(name, keep=True)
-        assert saved is not None
-        samples[name] = saved
+        if saved is not None:
+            samples[name] = saved
         rows.append(row)
-
-        # The pictures to look at, and who painted them. Their seed is another one than the points': nobody
-        # should pick a favourite among pictures that count.
-        drawn = setup.drawn(setup.model(name), name, None, 0)
-        drawn = replace(drawn, generation=drawn.generation.with_(seed=setup.seed + 1), conditions=shown)
-        traces, numbers = list[Trace](), list[int]()
-        for batch in drawn.batches(range(len(shown)), config.batch):
-            for number, picture in zip(batch.numbers, batch.pictures, strict=True):
-                store.put(f"{FOLDER}/{name}/{number:02d}.png", png(picture))
-            if batch.trace is not None:
-                traces.append(batch.trace)
-                numbers += batch.numbers
-        if traces:
-            trace = Trace.joined(traces, numbers)
-            weights[name] = np.round(trace.stacked().numpy().astype(float), 4).tolist()
+        if drawn_by := setup.world.once(partial(show_pictures, setup, name, shown)):
+            weights[name] = drawn_by
         say(
             f"  {name:<{WIDE}} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
             f" (router {row.router_share:.1%})   {row.seconds:.0f} s"
         )
-    for number, index in enumerate(shown.index):
+    for number, index in enumerate(shown.index if setup.world.first else ()):
         picture = setup.dataset.image(int(setup.train.rows[index]))
         store.put(f"{FOLDER}/data/{number:02d}.png", png(picture))
 
@@ -344,11 +342,28 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     )
 
 
+def show_pictures(setup: CommonSetup, name: str, shown: RowConditions) -> list[Any]:
+    """Write the pictures to look at of a model; of an ensemble, the weights of its experts."""
+    # Their seed is another one than the points': nobody should pick a favourite among pictures that count.
+    drawn = setup.drawn(setup.model(name), name, None, 0)
+    drawn = replace(drawn, generation=drawn.generation.with_(seed=setup.seed + 1), conditions=shown)
+    traces, numbers = list[Trace](), list[int]()
+    for batch in drawn.batches(range(len(shown)), setup.config.batch):
+        for number, picture in zip(batch.numbers, batch.pictures, strict=True):
+            setup.campaign.store.put(f"{FOLDER}/{name}/{number:02d}.png", png(picture))
+        if batch.trace is not None:
+            traces.append(batch.trace)
+            numbers += batch.numbers
+    if not traces:
+        return []
+    stacked = Trace.joined(traces, numbers).stacked().numpy().astype(float)
+    return np.round(stacked, 4).tolist()  # type: ignore[no-any-return]
+
+
 def _metric(setup: CommonSetup) -> dict[str, Any]:
     """What the numbers are."""
     config, judge = setup.config, setup.judge(setup.config.samples)
     real, _, _ = judge.measure(setup.training("floor", config.samples))
-    assert real is not None
     partition, generation = setup.partition.about.encoder or {}, setup.override.generation
     return {
         "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",

@@ -5,7 +5,9 @@ number: 50,000 of Inception's take 0.4 GB.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.base.console import Progress
+from atoll.base.console import LOG, Progress
+from atoll.base.device import using_threads
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
-from atoll.base.processes import ProcessGroup
+from atoll.base.processes import ProcessGroup, joined
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
 from atoll.encoders.vision import VisionEncoder
@@ -27,8 +30,9 @@ from atoll.model.dispatch import Trace
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-AT_ONCE = 64
-"""Pictures that an extractor sees at once, however they are drawn: its rounding depends on their number."""
+AT_ONCE, FEW = 64, 16
+"""Pictures that an extractor sees at once, however they are drawn: its rounding depends on their number,
+below the second one."""
 
 Number = TypeVar("Number", bound=np.generic)
 Scorer = Callable[[VisionEncoder, F32, list[str]], F64]
@@ -208,28 +212,45 @@ def extract(
     Each process takes its share of them, `batch` at once, and shows every batch to `watch`.
     """
     world, scorers = world or ProcessGroup(), scorers or {}
-    parts = [share(len(source), batch, rank, world.size) for rank in range(world.size)]
+    parts = shares(len(source), batch, world)
     part = parts[world.rank]
     rows = np.empty((len(part), encoder.width), dtype=np.float32)
     scores = {name: np.empty(len(part)) for name in scorers}
     progress, done = Progress(what, len(part), unit="pictures"), 0
     for numbers, pictures, captions in _chunks(source, part, batch, watch):
         index = np.array(numbers) - part.start
-        rows[index] = encoder.encode(pictures).numpy()
+        # Few rows round otherwise than many: no share ends in fewer than a whole run would.
+        filled = [*pictures, *pictures[-1:] * (min(FEW, len(source)) - len(pictures))]
+        rows[index] = encoder.encode(filled).numpy()[: len(pictures)]
         for name, scorer in scorers.items():
             scores[name][index] = scorer(encoder, rows[index], captions)
         done += len(numbers)
         if world.first:
             progress(done)
-    whole = _gathered(world, rows, parts)
-    marks = {name: _gathered(world, values, parts) for name, values in scores.items()}
+    whole = gathered(world, rows, parts)
+    marks = {name: gathered(world, values, parts) for name, values in scores.items()}
     return Features(whole, marks) if world.first else None
 
 
+@contextmanager
+def sharing(threads: int) -> Iterator[ProcessGroup]:
+    """The processes of `torchrun` that share the work of a stage, each with so many threads; one speaks."""
+    with using_threads(threads), joined() as world:
+        if not world.first:
+            LOG.setLevel(logging.CRITICAL)
+        yield world
+
+
+def shares(count: int, batch: int, world: ProcessGroup) -> list[range]:
+    """The numbers of each process: whole batches, so that each batch is that of one process."""
+    batch *= -(-FEW // batch)
+    return [share(count, batch, rank, world.size) for rank in range(world.size)]
+
+
 def share(count: int, batch: int, rank: int, size: int) -> range:
-    """The numbers of one process out of several: whole batches, so that each batch is that of one process."""
+    """The numbers of one process out of several, in whole batches; the first process always has one."""
     batches = -(-count // batch)
-    first, last = (min(count, batches * part // size * batch) for part in (rank, rank + 1))
+    first, last = (min(count, -(-batches * part // size) * batch) for part in (rank, rank + 1))
     return range(first, last)
 
 
@@ -251,7 +272,7 @@ def _chunks(
         yield numbers, pictures, captions
 
 
-def _gathered(world: ProcessGroup, values: NDArray[Number], parts: list[range]) -> NDArray[Number]:
+def gathered(world: ProcessGroup, values: NDArray[Number], parts: Sequence[range]) -> NDArray[Number]:
     """What all processes have, in the order of their shares, on the first one."""
     whole = [values]
     for rank in range(1, world.size):

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.console import say
-from atoll.base.device import using_threads
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
 from atoll.base.hashing import digest, sha256
-from atoll.base.processes import ProcessGroup, joined
+from atoll.base.processes import ProcessGroup
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.campaign.settings.measure import EvaluateConfig
@@ -28,9 +29,9 @@ from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How, compute, parse, scorers, settings_of
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
-from atoll.measure.pictures import Batch, Features, Folder, Rows, Source, extract
+from atoll.measure.pictures import Batch, Features, Folder, Rows, Source, extract, gathered, shares, sharing
 from atoll.measure.request import COMPARED, REPORTS, notes_of, table
-from atoll.measure.same_noise import SavedSamples
+from atoll.measure.same_noise import MOST, SavedSamples
 from atoll.model.dispatch import Trace
 from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
@@ -176,9 +177,9 @@ FOLDER = "reports/points"
 
 
 class Measured(NamedTuple):
-    """What measuring gave; nothing but `new` on all processes but the first."""
+    """What measuring gave, the samples on the first process only."""
 
-    point: MeasuredPoint | None
+    point: MeasuredPoint
     saved: SavedSamples | None
     new: bool
 
@@ -226,32 +227,38 @@ class Judge:
         )
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{self.folder}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
-        if source.reusable and self.world.once(lambda: self.store.exists(f"{key}.json")):
-            saved = self._saved(f"{key}.safetensors") if keep else None
-            if saved is not None or not keep:
-                point = MeasuredPoint.read(self.store, f"{key}.json") if self.world.first else None
-                return Measured(point, saved, False)
+        saved = self._saved(f"{key}.safetensors") if keep and self.world.first else None
+
+        def read() -> MeasuredPoint | None:
+            there = source.reusable and self.store.exists(f"{key}.json") and (saved is not None or not keep)
+            return MeasuredPoint.read(self.store, f"{key}.json") if there else None
+
+        if (point := self.world.once(read)) is not None:
+            return Measured(point, saved, False)
 
         # Draw, look, and see what it costs.
-        start, meter = time.monotonic(), CostMeter(keep)
-        reference = self.reference.features(encoder, self.batch, self.world)
+        start, meter, world = time.monotonic(), CostMeter(keep), self.world
+        reference = self.reference.features(encoder, self.batch, world)
         name, scored = source.subject["name"], scorers(self.metrics)
-        samples = extract(source, encoder, name, self.batch, self.world, scored, meter)
-        if samples is None or reference is None:
-            return Measured(None, None, True)
-        saved = SavedSamples.of(meter.pixels, samples.rows) if keep else None
-        cost: dict[str, float | None] = {
-            "seconds": round(time.monotonic() - start, 1),
-            "processes": float(self.world.size),
-            **(meter.cost(source) if isinstance(source, Drawn) else {}),
-        }
-        values = compute(self.metrics, how, samples, reference)
-        point = MeasuredPoint(subject=source.subject, protocol=protocol, values=values, cost=cost)
-        # The samples first: what has no JSON does not exist, and is drawn again.
-        if saved is not None:
-            self.store.put(f"{key}.safetensors", save_tensors(saved.tensors()))
-        self.store.put_json(f"{key}.json", point.to_json())
-        return Measured(point, saved, True)
+        samples = extract(source, encoder, name, self.batch, world, scored, meter)
+        pixels = meter.first(world, shares(len(source), self.batch, world)) if keep else None
+        spent = meter.cost(source, world) if isinstance(source, Drawn) else {}
+
+        def write() -> MeasuredPoint:
+            assert samples is not None and reference is not None
+            seconds = round(time.monotonic() - start, 1)
+            cost: dict[str, float | None] = {"seconds": seconds, "processes": float(world.size), **spent}
+            values = compute(self.metrics, how, samples, reference)
+            # The samples first: what has no JSON does not exist, and is drawn again.
+            if pixels is not None:
+                kept = SavedSamples(pixels, samples.rows[:MOST].copy())
+                self.store.put(f"{key}.safetensors", save_tensors(kept.tensors()))
+            point = MeasuredPoint(subject=source.subject, protocol=protocol, values=values, cost=cost)
+            self.store.put_json(f"{key}.json", point.to_json())
+            return point
+
+        point = world.once(write)
+        return Measured(point, self._saved(f"{key}.safetensors") if keep and world.first else None, True)
 
     def _saved(self, key: str) -> SavedSamples | None:
         if not self.store.exists(key):
@@ -279,20 +286,27 @@ class CostMeter:
         if self.keep:
             self.pixels |= SavedSamples.pixels_of(batch.numbers, batch.pictures)
 
-    def cost(self, source: Drawn) -> dict[str, float]:
+    def first(self, world: ProcessGroup, parts: Sequence[range]) -> NDArray[np.uint8]:
+        """Values of the first pictures `(P, V)` of all processes, on the first one."""
+        kept = [range(part.start, min(part.stop, MOST)) for part in parts]
+        own = [self.pixels[number] for number in kept[world.rank]]
+        return gathered(world, np.stack(own) if own else np.empty((0, 0), np.uint8), kept)
+
+    def cost(self, source: Drawn, world: ProcessGroup) -> dict[str, float]:
         """Cost of one step of one sample: operations and experts of one branch of guidance, as the paper's
         table counts, calls of the router by both."""
         flops = source.candidate.model.card.forward_flops
         experts, router, routing = 1.0, 0.0, 0.0
+        names = ("expert_calls", "router_calls", "router_flops", "expert_flops")
+        totals = [float(sum(getattr(trace, name) for trace in self.traces)) for name in names]
+        *totals, seconds = world.sum([*totals, self.seconds])
         if self.traces:
-            trace = Trace.joined(self.traces)
             steps = len(source) * source.generation.steps
-            each = steps * trace.branches
-            experts, router = trace.expert_calls / each, trace.router_calls / steps
-            routing = trace.router_flops / each
-            flops = trace.expert_flops / each + routing  # experts may differ in size
+            each = steps * self.traces[0].branches
+            experts, router, routing = totals[0] / each, totals[1] / steps, totals[2] / each
+            flops = totals[3] / each + routing  # experts may differ in size
         return {
-            "draw_seconds": round(self.seconds, 1),
+            "draw_seconds": round(seconds / world.size, 1),
             "gflops_per_step": flops / 1e9,
             "experts_per_step": experts,
             "router_calls_per_step": router,
@@ -331,7 +345,7 @@ def evaluate(
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
     store = campaign.store if campaign is not None else Store.open(out, create=True)
-    with using_threads(config.threads), joined() as world:
+    with sharing(config.threads) as world:
         encoder = extractor(config.extractor, config.extractor_size, str(world.device))
         chosen = parse(config.metrics, encoder.kind, captioned=images is None)
 
@@ -358,7 +372,7 @@ def evaluate(
             device=world.device,
         )
         point, _, new = Judge(store, encoder, real, chosen, how, config.batch, world, REPORTS).measure(source)
-        if point is None:
+        if not world.first:
             return None
         key = f"{REPORTS}/{point.key}"
         if new:

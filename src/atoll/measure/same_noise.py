@@ -49,12 +49,6 @@ class SavedSamples:
                 values[number] = np.asarray(picture).ravel()
         return values
 
-    @classmethod
-    def of(cls, pixels: Mapping[int, Any], features: NDArray[np.float32]) -> "SavedSamples":
-        """The first samples, from their values by number and the features `(N, D)` of all."""
-        few = [pixels[number] for number in range(min(MOST, len(features)))]
-        return cls(np.stack(few), np.array(features[:MOST]))
-
     def tensors(self) -> dict[str, Tensor]:
         """For a file."""
         return {"pixels": torch.from_numpy(self.pixels), "features": torch.from_numpy(self.features)}

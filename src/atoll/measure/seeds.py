@@ -13,13 +13,14 @@ from atoll.base.config import Config, differences
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
+from atoll.base.processes import ProcessGroup
 from atoll.base.table import Table
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE, Comparison
 from atoll.campaign.roles import RUNS
 from atoll.measure.comparison import compare
 from atoll.measure.models import WIDE
-from atoll.measure.pictures import Rows
+from atoll.measure.pictures import Rows, sharing
 from atoll.store.store import Store
 
 OWN = ("seed", "data.path", "data.source")
@@ -163,11 +164,14 @@ def unlike(first: Comparison, other: Comparison) -> list[str]:
     return differs + [name for name, mine, theirs in extra if mine and theirs and mine != theirs]
 
 
-def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
+def compare_seeds(campaigns: Sequence[Campaign], out: Store, world: ProcessGroup | None = None) -> SeedsTable:
     """Compare every campaign, then write `reports/seeds.json` and `.csv` with what they have in common.
 
     `ConfigError` if a seed comes twice, or campaigns were not trained or measured alike; else as `compare`.
     """
+    if world is None:
+        with sharing(campaigns[0].config.compare.threads) as world:
+            return compare_seeds(campaigns, out, world)
     # They must repeat each other: the same settings and held-out pictures, each of a seed of its own.
     first, seen = campaigns[0], dict[int, str]()
     reference = Rows(first.dataset(), "heldout").digest
@@ -189,7 +193,7 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
     comparisons = list[Comparison]()
     for campaign in campaigns:
         say(f"{campaign.store.location}, seed {campaign.config.seed}")
-        comparisons.append(compare(campaign))
+        comparisons.append(compare(campaign, world))
         if other := unlike(comparisons[0], comparisons[-1]):
             raise ConfigError(
                 f"{campaign.store.location} was measured otherwise than {first.store.location}:"
@@ -208,6 +212,8 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store) -> SeedsTable:
         columns=tuple(column.name for column in table.columns),
         rows=table.cells,
     )
+    if not world.first:
+        return result
     out.put(SeedsTable.PLACE.replace(".json", ".csv"), table.to_csv())
     out.put_json(SeedsTable.PLACE, result.to_json())
 

@@ -49,8 +49,8 @@ class CommonSetup:
     asked for: `sweep` and `curve`, as the result names them. `ConfigError` where no strategy is possible.
     """
 
-    def __init__(self, campaign: Campaign) -> None:
-        store, config = campaign.store, campaign.config.compare
+    def __init__(self, campaign: Campaign, world: ProcessGroup | None = None) -> None:
+        store, config, self.world = campaign.store, campaign.config.compare, world or ProcessGroup()
         self.campaign, self.config = campaign, config
         self.seed, self.device = campaign.config.seed, own_device()
         self.content, self.router = read_manifest(store), Checkpoint(store, "ensemble/router").card
@@ -142,7 +142,8 @@ class CommonSetup:
         components = min(most, samples // 2)
         how = How(encoder.name, encoder.kind, encoder.width, samples, references, components, axes)
         metrics = ["frechet", *(["precision", "recall"] if min(samples, references) > DENSITY_K else [])]
-        return Judge(self.campaign.store, encoder, self.reference, metrics, how, self.config.batch)
+        store, batch = self.campaign.store, self.config.batch
+        return Judge(store, encoder, self.reference, metrics, how, batch, self.world)
 
     def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
         """Samples of a model, under this strategy if it is an ensemble."""
@@ -170,7 +171,6 @@ class CommonSetup:
         samples = samples or self.config.samples
         drawn = self.drawn(candidate or self.model(name), name, guidance, samples)
         point, saved, new = self.judge(samples).measure(drawn, keep)
-        assert point is not None
         numbers = {column: point.number(metric) for column, metric in NUMBERS.items()}
         cost = {column: point.cost.get(column) for column in COSTS}
         cost["seconds"] = point.cost.get("draw_seconds")

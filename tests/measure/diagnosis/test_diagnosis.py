@@ -28,7 +28,7 @@ from atoll.measure.diagnosis.labelled_rows import TEMPERATURES, Alignment, Calib
 from atoll.measure.diagnosis.sampled import Copies, Nearest, switches, two_nearest, usage
 from atoll.measure.metrics.projection import Means
 from atoll.model.bank import Bank
-from helpers import Run, refused
+from helpers import Run, atoll, refused
 
 SHAPE = (1, 2, 2)
 
@@ -245,7 +245,10 @@ def test_the_angle_between_experts() -> None:
 
     def between(*v: Tensor) -> float:
         alignment, each = Alignment([0.5], len(v), range(len(v)), False), torch.stack(v)[:, None, None]
-        alignment.add(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0]))
+        alignment.add(
+            alignment.values(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0])),
+            torch.tensor([0]),
+        )
         return found(alignment.tables()["disagreement"], t=0.5, cluster="all")["angle"]
 
     assert between(east, north) == pytest.approx(90)
@@ -674,3 +677,22 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, diagnose: Run) -
     said = diagnose(folder, "diagnose.splits=[train]", "diagnose.conditions=train")
     assert said.code == 0
     assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
+
+
+@pytest.mark.slow
+def test_three_processes_diagnose_to_the_bit_what_one_does(made: Path, net: Path, tmp_path: Path) -> None:
+    sets = ["samples=40", "batch=12", "probed=20", "steps=3", "rows=30", "times=[0.5,1.0]"]
+    sets += ["extractor_size=28", f"extractor={net}"]
+    argv = [word for setting in sets for word in ("--set", f"diagnose.{setting}")]
+    results = []
+    for processes in ("1", "3"):
+        folder = Path(shutil.copytree(made, tmp_path / processes))
+        done = atoll("diagnose", folder, *argv, "--processes", processes)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("diagnose: 40 pictures of the monolith") == 1, done.stdout
+        tree = json.loads((folder / "reports/diagnostics.json").read_text())
+        del tree["seconds"]
+        files = sorted((folder / "reports/diagnostics").rglob("*.png"))
+        results.append((tree, [path.read_bytes() for path in files]))
+    assert {"errors", "usage", "stability", "lipschitz", "nearest"} <= results[0][0]["tables"].keys()
+    assert len(results[0][1]) > 2 and results[0] == results[1]

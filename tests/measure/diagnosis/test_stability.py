@@ -45,7 +45,9 @@ def measured(
     generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
     sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
     bank = model if isinstance(model, Bank) else Bank([model])  # type: ignore[list-item]
-    ends, path = stability(bank, sampling)
+    found = stability(bank, sampling)
+    assert found is not None
+    ends, path = found
     return ends.model_dump(exclude={"strategy"}), [row.model_dump() for row in path]
 
 

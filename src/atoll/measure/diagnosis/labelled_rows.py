@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
+from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator, normals
 from atoll.base.table import finite
 from atoll.campaign.diagnosed import (
@@ -37,6 +38,7 @@ from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.metrics.projection import Means
+from atoll.measure.pictures import cut, gathered
 from atoll.model.bank import Bank
 
 TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))
@@ -68,12 +70,11 @@ class Rows:
 
 
 def labelled(
-    samples: Samples, clusters: NDArray[np.int64], most: int, seed: int, batch: int
+    samples: Samples, clusters: NDArray[np.int64], most: int, seed: int, batch: int, numbers: range
 ) -> Iterator[Rows]:
-    """At most so many of a split's samples, batch by batch, with the clusters of all the data set's rows."""
+    """These of at most so many of a split's samples, in batches, with clusters from all the data set's."""
     index = some_rows(np.arange(len(samples)), most, generator(seed, "diagnose-rows"))
-    for first in range(0, len(index), batch):
-        part = index[first : first + batch]
+    for part in (index[[*some]] for some in cut(numbers, batch)):
         rows, x0 = samples.rows[part], samples.latents(part)
         eps = normals(seed, "diagnose", rows.tolist(), x0.shape[1:])
         yield Rows(x0, samples.conditions(part), eps, torch.from_numpy(clusters[rows]))
@@ -87,28 +88,42 @@ def errors_of(
     prior: Sequence[int],
     config: DiagnoseConfig,
     device: torch.device | str = "cpu",
+    world: ProcessGroup | None = None,
+    parts: Sequence[range] = (),
 ) -> dict[str, list[Any]]:
     """Tables of router and errors, by name, on rows of known cluster; `prior` are the training rows of every
     cluster. The router is judged on all clusters; errors are those of the experts that exist, with their
-    logits only. `DataError` where a model gives NaN or infinity."""
-    k, router = len(prior), ensemble.router
+    logits only. Of several processes each has the rows of its part, and the first one gets the tables.
+    `DataError` where a model gives NaN or infinity."""
+    k, router, world = len(prior), ensemble.router, world or ProcessGroup()
     assert router is not None
     present = [n for n in range(k) if n not in ensemble.missing]
     calibration = Calibration(config.times, torch.tensor(prior), config.bins)
     alignment = Alignment(config.times, k, present, monolith is not None)
+    made = list[tuple[Tensor, Tensor, Tensor]]()
     for batch in rows:
         cond, states = batch.cond.to(device), list[tuple[Tensor, Tensor]]()
         for time in config.times:
             t = batch.x0.new_full((len(batch.x0),), time)
             states.append((noisy(batch.x0, batch.eps, t, RectifiedFlow()).to(device), t.to(device)))
         logits = torch.stack([router.logits(x, t, cond).double().cpu() for x, t in states])
-        calibration.add(logits, batch.clusters)
         # Expert by expert, so that one of many on disk is brought once for all times of a batch.
         velocities = torch.stack(
             [_velocities(f"expert {n}", ensemble.experts[n], states, cond) for n in present]
         )
         base = None if monolith is None else _velocities("the monolith", monolith, states, cond)
-        alignment.add(velocities, base, (batch.eps - batch.x0).flatten(1), logits, batch.clusters)
+        target = (batch.eps - batch.x0).flatten(1)
+        table = alignment.values(velocities, base, target, logits, batch.clusters)
+        made.append((logits.transpose(0, 1), table, batch.clusters))
+    # Sums run over batches by their number, whoever computed them.
+    columns = [torch.cat(column).numpy() for column in zip(*made, strict=True)] or [np.empty(0)] * 3
+    whole = [torch.from_numpy(gathered(world, column, parts)) for column in columns]
+    if not world.first:
+        return {}
+    for some in cut(range(len(whole[2])), config.batch):
+        logits, table, clusters = (column[some.start : some.stop] for column in whole)
+        calibration.add(logits.transpose(0, 1), clusters)
+        alignment.add(table, clusters)
     return calibration.tables() | alignment.tables()
 
 
@@ -221,11 +236,18 @@ class Alignment:
         self._below = [number for number, t in enumerate(self.times) if t < 1]
         self._means = Means.zeros(k, len(self.times) + bool(self._below), len(names))
 
-    def add(
+    def add(self, table: Tensor, clusters: Tensor) -> None:
+        """The `values` of a batch."""
+        self._means.add(table, clusters)
+
+    def values(
         self, velocities: Tensor, monolith: Tensor | None, target: Tensor, logits: Tensor, clusters: Tensor
-    ) -> None:
-        """One batch: velocities of the experts that exist `(P, T, B, D)` and of the monolith `(T, B, D)`,
-        targets eps - x0 `(B, D)`, logits of the router `(T, B, K)`, clusters `(B,)`."""
+    ) -> Tensor:
+        """Of one batch `(B, T, columns)`, and their mean below t = 1.
+
+        From velocities of the experts that exist `(P, T, B, D)` and of the monolith `(T, B, D)`, targets
+        eps - x0 `(B, D)`, logits of the router `(T, B, K)`, clusters `(B,)`.
+        """
         known, rows = logits[..., self.present].double(), []
         for number in range(len(self.times)):
             values = self._at(velocities[:, number].double(), target.double(), known[number], clusters)
@@ -236,7 +258,7 @@ class Alignment:
         table = torch.stack(rows, 1)
         if self._below:
             table = torch.cat([table, table[:, self._below].mean(1, keepdim=True)], 1)
-        self._means.add(table, clusters)
+        return table
 
     def _at(self, v: Tensor, target: Tensor, logits: Tensor, clusters: Tensor) -> dict[str, Tensor]:
         """Values of rows `(B,)` at one time, from velocities `(P, B, D)` and logits `(B, P)`."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.errors import DataError
+from atoll.base.processes import ProcessGroup
 from atoll.base.rng import normals
 from atoll.base.table import finite
 from atoll.campaign.diagnosed import (
@@ -30,6 +31,7 @@ from atoll.campaign.diagnosed import (
 from atoll.campaign.measured import Cluster
 from atoll.data.cluster import Features, nearest_centroid, normalise
 from atoll.measure.metrics.projection import Means, must_be_finite
+from atoll.measure.pictures import cut, gathered, shares
 from atoll.model.bank import Bank
 from atoll.model.generate import Sampling, generate, samplers
 from atoll.model.sampler import Sampler, times
@@ -87,30 +89,41 @@ def leaders(weights: NDArray[np.floating]) -> NDArray[np.int64]:
 # How a path reacts to small changes: of its state, its start and its steps.
 
 
-def stability(model: Bank, sampling: Sampling) -> tuple[StabilityRow, list[LipschitzRow]]:
+def stability(
+    model: Bank, sampling: Sampling, world: ProcessGroup | None = None
+) -> tuple[StabilityRow, list[LipschitzRow]] | None:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
-    How the ends react, and for each step how fast the field changes there (`speeds`). `DataError` for NaN.
+    How the ends react, and for each step how fast the field changes there (`speeds`). Processes share the
+    samples, and the first one gets the answer. `DataError` for NaN.
     """
-    count, generation = sampling.count, sampling.generation
+    world, count, generation = world or ProcessGroup(), sampling.count, sampling.generation
+    parts = shares(count, sampling.batch, world)
+    own = parts[world.rank]
+    sampling = replace(sampling, first=own.start, count=len(own))
     paths, ends = Means.zeros(1, generation.steps, 2), Means.zeros(1, 2)
-    plain, starts = torch.empty(count, *sampling.shape), torch.empty(count, *sampling.shape)
+    plain, starts = torch.zeros(count, *sampling.shape), torch.zeros(count, *sampling.shape)
+    changes = torch.zeros(count, generation.steps, 2, dtype=torch.float64)
     for numbers, sampler in samplers(model, sampling):
         starts[numbers] = sampler.x.cpu()
-        changes = []
         with torch.inference_mode():
-            while not sampler.done:
-                changes.append(speeds(sampler, generation.seed, numbers))
+            steps = [speeds(sampler, generation.seed, numbers) for _ in range(generation.steps)]
+        changes[numbers] = torch.stack(steps, 1)
         plain[numbers] = sampler.x.float().cpu()
-        paths.add(torch.stack(changes, 1))
     nudge = _nudge(generation.seed, "nudge", range(count), starts)
-    gaps = torch.empty(count, 2, dtype=torch.float64)
+    gaps = torch.zeros(count, 2, dtype=torch.float64)
     finer = replace(sampling, generation=generation.with_(steps=2 * generation.steps))
     for column, other in enumerate((replace(sampling, noise=starts + nudge), finer)):
         for drawn in generate(model, other):
             gaps[drawn.rows, column] = _length(drawn.latents.float().cpu() - plain[drawn.rows])
+    mine = slice(own.start, own.stop)
+    changes, gaps = (torch.from_numpy(gathered(world, rows[mine].numpy(), parts)) for rows in (changes, gaps))
+    if not world.first:
+        return None
     if not gaps.isfinite().all():
         raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
+    for some in cut(range(count), sampling.batch):
+        paths.add(changes[some.start : some.stop])
     # Of the nudged end what a unit of nudge becomes; of finer steps the root mean square over dimensions.
     gaps[:, 0] /= _length(nudge)
     gaps[:, 1] /= plain[0].numel() ** 0.5

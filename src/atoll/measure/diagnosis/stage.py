@@ -14,11 +14,12 @@ from torch import Tensor
 
 from atoll.base.config import loose_fields
 from atoll.base.console import say
-from atoll.base.device import own_device, using_threads
+from atoll.base.device import own_device
 from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
+from atoll.base.processes import ProcessGroup
 from atoll.base.text import NONE
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.diagnosed import CopyRow, Diagnosis, DiagnosisTables
@@ -44,6 +45,7 @@ from atoll.measure.models import (
     strategies_for,
     supported,
 )
+from atoll.measure.pictures import cut, gathered, shares, sharing
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -62,6 +64,11 @@ Features = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 def diagnose(campaign: Campaign) -> Diagnosis:
     """Measure and write; what was measured of the same parts with the same settings is not measured again."""
+    with sharing(campaign.config.diagnose.threads) as world:
+        return _diagnosed(campaign, world)
+
+
+def _diagnosed(campaign: Campaign, world: ProcessGroup) -> Diagnosis:
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
     content, router = read_manifest(store), Checkpoint(store, "ensemble/router").card
     baseline = single_cards(campaign, router, ("monolith",))
@@ -81,43 +88,54 @@ def diagnose(campaign: Campaign) -> Diagnosis:
     settings |= {name: getattr(override.generation, name) for name in ("steps", "guidance")}
     settings |= {"shift": override.generation.shift} if override.generation.shift != 1 else {}
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
-    if (known := Diagnosis.known(store, key)) is not None:
+    if (known := world.once(lambda: Diagnosis.known(store, key))) is not None:
         say("diagnose: finished already")
         return known
     start = time.monotonic()
-    with using_threads(config.threads):
-        look = _Look(campaign, router, override, bool(baseline))
-        tables = look.at_rows()
-        pretrained, asked = look.ensemble.pretrain is not None, strategies if config.samples else []
-        able = supported(asked, partition.k, look.candidate.missing, pretrained)
-        routings = {name: Routing.named(name) for name in able}
+    look = _Look(campaign, router, override, bool(baseline), world)
+    tables = look.at_rows()
+    pretrained, asked = look.ensemble.pretrain is not None, strategies if config.samples else []
+    able = supported(asked, partition.k, look.candidate.missing, pretrained)
+    routings = {name: Routing.named(name) for name in able}
+    look.draw(routings, tables)
+
+    def judge() -> Diagnosis:
         about: dict[str, Any] = {"strategies": list(routings), "copies": None, "pictures": [], "closest": []}
-        if routings:
-            drawn, about = look.at_samples(routings, about)
-            tables |= drawn
-    result = Diagnosis(
-        key=key,
-        parts=parts,
-        code=code_version(),
-        seconds=round(time.monotonic() - start, 1),
-        settings=settings,
-        overrides=override.changes,
-        k=partition.k,
-        sizes=partition.sizes,
-        missing=sorted(set(range(partition.k)) - set(content.experts)),
-        tables=DiagnosisTables(**{name: tuple(rows) for name, rows in tables.items()}),
-        **about,
-    )
-    _summarise(result)
-    result.write(store)
-    return result
+        judged, about = look.at_samples(routings, about) if routings else (Tables(), about)
+        for name, rows in judged.items():
+            tables.setdefault(name, []).extend(rows)
+        result = Diagnosis(
+            key=key,
+            parts=parts,
+            code=code_version(),
+            seconds=round(time.monotonic() - start, 1),
+            settings=settings,
+            overrides=override.changes,
+            k=partition.k,
+            sizes=partition.sizes,
+            missing=sorted(set(range(partition.k)) - set(content.experts)),
+            tables=DiagnosisTables(**{name: tuple(rows) for name, rows in tables.items()}),
+            **about,
+        )
+        _summarise(result)
+        result.write(store)
+        return result
+
+    return world.once(judge)
 
 
 class _Look:
     """One look at a campaign: what is loaded once for all of its tables."""
 
-    def __init__(self, campaign: Campaign, router: Card, override: SamplingOverride, baseline: bool) -> None:
-        self.campaign, self.router, self.override = campaign, router, override
+    def __init__(
+        self,
+        campaign: Campaign,
+        router: Card,
+        override: SamplingOverride,
+        baseline: bool,
+        world: ProcessGroup,
+    ) -> None:
+        self.campaign, self.router, self.override, self.world = campaign, router, override, world
         self.config, self.seed, self.device = campaign.config.diagnose, campaign.config.seed, own_device()
         self.dataset, self.partition = campaign.clustered()
         self.train, self.heldout = (self.dataset.split(name) for name in ("train", "heldout"))
@@ -135,40 +153,58 @@ class _Look:
         for split in config.splits:
             samples = samples_of(self.campaign, self.dataset, split, self.router)
             say(f"diagnose: {min(len(samples), config.rows):,} {split} rows at {len(config.times)} times")
-            rows = labelled(samples, self.partition.clusters, config.rows, self.seed, config.batch)
-            errors = errors_of(self.ensemble, base, rows, self.partition.sizes, config, self.device)
-            _extend(tables, errors, split=split)
+            parts, how = (
+                shares(min(len(samples), config.rows), config.batch, self.world),
+                (config.rows, self.seed),
+            )
+            rows = labelled(samples, self.partition.clusters, *how, config.batch, parts[self.world.rank])
+            one = self.ensemble, base, rows, self.partition.sizes, config, self.device
+            _extend(tables, errors_of(*one, self.world, parts), split=split)
         return tables
+
+    def draw(self, routings: Mapping[str, Routing], tables: Tables) -> None:
+        """Draw with every strategy, and once more to see how stable its paths are, for the tables."""
+        config, generation = self.config, self.override.generation
+        self.traces, self.latents = dict[str, Tensor](), dict[str, Tensor]()
+        models: dict[str, tuple[Bank, Routing]] = {name: (self.ensemble, r) for name, r in routings.items()}
+        if self.monolith is not None and routings:
+            models["monolith"] = (self.monolith.model.bank, Routing())
+        for name, (bank, routing) in models.items():
+            drawn_by = f"under {routing}" if name in routings else "of the monolith"
+            say(f"diagnose: {config.samples:,} pictures {drawn_by}, {self.override.text}")
+            parts = shares(config.samples, config.batch, self.world)
+            own = parts[self.world.rank]
+            weights = torch.zeros(len(own), generation.steps, bank.k)
+            latents = torch.empty(len(own), *self.candidate.model.shape)
+            sampling = replace(self._sampling(routing, len(own)), first=own.start)
+            for drawn in generate(bank, sampling):
+                rows = [number - own.start for number in drawn.rows]
+                latents[rows] = drawn.latents.cpu()
+                if drawn.trace is not None:
+                    weights[rows] = drawn.trace.stacked().transpose(0, 1)
+            both = (gathered(self.world, part.numpy(), parts) for part in (weights, latents))
+            self.traces[name], self.latents[name] = map(torch.from_numpy, both)
+
+        # Every strategy and the monolith again, on the first of the samples.
+        if (count := min(config.probed, config.samples)) and models:
+            say(f"diagnose: {count:,} pictures of each nudged, and in {2 * generation.steps} steps")
+            for name, (bank, routing) in models.items():
+                steady = stability(bank, self._sampling(routing, count), self.world)
+                if steady is not None:
+                    _extend(tables, {"stability": [steady[0]], "lipschitz": steady[1]}, strategy=name)
 
     def at_samples(
         self, routings: dict[str, Routing], about: dict[str, Any]
     ) -> tuple[Tables, dict[str, Any]]:
-        """Who serves samples of each strategy, how stable its paths are, and whether samples are copies; with
-        the fields of the result that say so."""
+        """Who serves the samples of each strategy, and whether they are copies; with the fields of the result
+        that say so."""
         config, generation = self.config, self.override.generation
         starts, tables = times(generation.steps, generation.shift)[:-1], Tables()
-        traces, latents = dict[str, Tensor](), dict[str, Tensor]()
-        for name, routing in routings.items():
-            say(f"diagnose: {config.samples:,} pictures under {routing}, {self.override.text}")
-            traces[name] = torch.empty(generation.steps, config.samples, len(self.ensemble.experts))
-            latents[name] = torch.empty(config.samples, *self.candidate.model.shape)
-            for drawn in generate(self.ensemble, self._sampling(routing, config.samples)):
-                assert drawn.trace is not None
-                traces[name][:, drawn.rows] = drawn.trace.stacked()
-                latents[name][drawn.rows] = drawn.latents.cpu()
-        for name, weights in traces.items():
+        latents, traces = self.latents, self.traces
+        for name in routings:
+            weights = traces[name].transpose(0, 1).contiguous()
             served = usage(weights, self._conditions.labels, self.partition.sizes)
             _extend(tables, {"usage": served, "switches": switches(weights, starts)}, strategy=name)
-
-        # Every strategy and the monolith again, on the first of the samples.
-        if count := min(config.probed, config.samples):
-            say(f"diagnose: {count:,} pictures of each nudged, and in {2 * generation.steps} steps")
-            models: dict[str, tuple[Bank, Routing]] = {n: (self.ensemble, r) for n, r in routings.items()}
-            if self.monolith is not None:
-                models["monolith"] = (self.monolith.model.bank, Routing())
-            for name, (bank, routing) in models.items():
-                ends, path = stability(bank, self._sampling(routing, count))
-                _extend(tables, {"stability": [ends], "lipschitz": path}, strategy=name)
 
         # Whether samples lie in their experts' clusters, which only the partition's features can say, and
         # whether those of the first strategy are copies, which only held-out pictures can judge.
@@ -187,7 +223,7 @@ class _Look:
         for name in routings if own_space else list(routings)[:1]:
             numbers = torch.arange(config.samples).split(config.batch)
             pictures = [p for part in numbers for p in model.pictures(latents[name][part], part.tolist())]
-            features, trace = encoder.encode(pictures).numpy(), traces[name].numpy()
+            features, trace = encoder.encode(pictures).numpy(), traces[name].transpose(0, 1).numpy()
             if own_space:
                 cut, clusters = self.partition, self.partition.clusters[self.heldout]
                 landed = cluster_match(features, trace, real, clusters, cut.centroids, cut.prices)
@@ -229,10 +265,10 @@ class _Look:
         }
         if self.monolith is not None:
             count, model = self.config.samples, self.monolith.model
-            say(f"diagnose: {count:,} pictures of the monolith")
             whole = np.empty((count, encoder.width), np.float32)
-            for drawn in generate(model.bank, self._sampling(Routing(), count)):
-                whole[drawn.rows] = encoder.encode(model.pictures(drawn.latents, drawn.rows)).numpy()
+            for some in cut(range(count), self.config.batch):
+                latents = self.latents["monolith"][some.start : some.stop]
+                whole[some.start : some.stop] = encoder.encode(model.pictures(latents, [*some])).numpy()
             nearest = two_nearest(whole, self._features(encoder, self.train))
             alike = replace(copies, samples=nearest, served=np.zeros(count, np.int64))
             _extend(tables, {"nearest": alike.by_cluster(0)}, cluster="monolith")
