@@ -244,6 +244,7 @@ class Judge:
         pixels = meter.first(world, shares(len(source), self.batch, world)) if keep else None
         spent = meter.cost(source, world) if isinstance(source, Drawn) else {}
 
+        # All processes learn the point, since what is measured next may depend on it.
         def write() -> MeasuredPoint:
             assert samples is not None and reference is not None
             seconds = round(time.monotonic() - start, 1)

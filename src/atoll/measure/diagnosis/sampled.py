@@ -122,6 +122,7 @@ def stability(
         return None
     if not gaps.isfinite().all():
         raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
+    # Batch by batch, as sums depend on their order, and this one on no number of processes.
     for some in cut(range(count), sampling.batch):
         paths.add(changes[some.start : some.stop])
     # Of the nudged end what a unit of nudge becomes; of finer steps the root mean square over dimensions.

@@ -99,6 +99,7 @@ def _diagnosed(campaign: Campaign, world: ProcessGroup) -> Diagnosis:
     routings = {name: Routing.named(name) for name in able}
     look.draw(routings, tables)
 
+    # The rest is the first process's: the others hear meanwhile that it is under way.
     def judge() -> Diagnosis:
         about: dict[str, Any] = {"strategies": list(routings), "copies": None, "pictures": [], "closest": []}
         judged, about = look.at_samples(routings, about) if routings else (Tables(), about)
