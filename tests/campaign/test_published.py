@@ -28,6 +28,7 @@ from atoll.model.model import Model
 from atoll.model.sampler import Sampler
 from atoll.train.run import train_run
 from helpers import command, merged, partitioned, refused, write_campaign
+from helpers_export import text_tower
 from published import MADE, SIZE, loaded, pictures
 
 NOISE, JOINT = ("dit", "pixart", "sigma"), ("sd3", "dev", "schnell")
@@ -376,3 +377,25 @@ def test_a_card_whose_encoders_do_not_agree_is_refused(adopted: Callable[[str], 
     ):
         with pytest.raises(AtollError):
             Card.of_json({**card, "text": {**card["text"], part: value}}, "card.json")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_layers": "x"}, {"axes_dims_rope": [4, 4, 4]}, {"num_layers": None}]
+)
+def test_arguments_that_make_no_network_are_one_line(
+    arguments: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = {"family": "flux", "patch": 2, "arguments": arguments}
+    folder = write_campaign(tmp_path / "c", {"condition": "text", "network": network})
+    refused(command(capsys, "plan", folder), "network.arguments make no FluxTransformer2DModel that computes")
+
+
+def test_guidance_is_an_input_of_a_network_that_is_trained_from_scratch(tmp_path: Path) -> None:
+    """With one text encoder, whose padding is masked, and without a pooled vector."""
+    network = {"family": "flux", "patch": 2, "arguments": {"guidance_embeds": True}}
+    data = {"text_encoder": str(text_tower(tmp_path / "text")), "text_length": 8}
+    settings = {"condition": "text", "network": network, "data": data, "budget": {"samples": 32}}
+    campaign = partitioned(tmp_path / "c", settings)
+    train_run(campaign, "expert", 0)
+    trained = Checkpoint(campaign.store, "islands/0/expert").read()[1]
+    assert any("guidance_embedder" in name for name in trained)

@@ -31,7 +31,7 @@ class Condition:
             mask: None where all are real: torch can use flash attention then.
             guidance: whether the scale is an input of the network; it is 1, as where such networks are tuned.
         """
-        head, scale = pooled_states(pooled, states.shape[-1]), states.new_ones(len(states))
+        head, scale = -(-pooled // states.shape[-1]), states.new_ones(len(states))
         vector = states[:, :head].flatten(1)[:, :pooled] if pooled else None
         seen = None if mask is None else mask[:, head:]
         return cls(None, states[:, head:], seen, vector, scale if guidance else None)
@@ -115,11 +115,6 @@ def pad_text(conditions: Sequence[Condition]) -> list[Condition]:
             condition = replace(condition, text=text, mask=mask)
         padded.append(condition)
     return padded
-
-
-def pooled_states(pooled: int, width: int) -> int:
-    """How many states of D = `width` numbers hold a pooled vector of so many."""
-    return -(-pooled // width) if pooled else 0
 
 
 class Denoiser(Protocol):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from atoll.base.errors import ConfigError, first_line
 from atoll.base.text import many
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
@@ -67,7 +68,13 @@ def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float
 @lru_cache
 def _denoiser_counts(config: NetworkConfig, shape: DataShape) -> tuple[Flops, ...]:
     adapter = family(config.family)
-    return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
+    try:
+        return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        if not config.arguments:
+            raise
+        what = f"network.arguments make no {adapter.class_name} that computes ({first_line(error)})"
+        raise ConfigError(what, "take them from the config.json of a checkpoint") from None
 
 
 @lru_cache

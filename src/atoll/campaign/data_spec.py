@@ -108,10 +108,10 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
                 tokens = held / (token_bytes(width, precomputed) * captions)
             else:
                 form = text_form(config.data.text_encoder, config.data.text_length)
-                width, longest = form.width, form.length
+                width = form.width
                 # Tokenizers make about one token of four bytes of English, and add one or two of their own.
                 lengths = [2 + len(caption.encode()) / 4 for part in distinct for caption in part]
-                tokens = longest if form.pooled else sum(min(longest, n) for n in lengths) / count
+                tokens = form.length if form.pooled else sum(min(form.length, n) for n in lengths) / count
             text = CaptionBytes(captions, tokens, width, counted, precomputed)
     sizes = [rows // k + (number < rows % k) for number in range(k)] if rows else []
     known_bytes = [row_bytes(shape, precomputed) * size for size in sizes] if sizes else None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atoll.base.condition import Condition, pooled_states
+from atoll.base.condition import Condition
 from atoll.base.errors import DataError
 from atoll.data.columns import Column, padded
 from atoll.data.dataset import DataSet
@@ -178,7 +178,7 @@ def data_shape(
         null = null_states(column)
         # One length for all batches: another shape would compile the network anew.
         (length, width), pooled = null.shape, int(column.meta.producer.get("pooled", 0))
-        length = length - pooled_states(pooled, width) if pooled else max(column.meta.max_length, length)
+        length = length - -(-pooled // width) if pooled else max(column.meta.max_length, length)
         return replace(shape, text_width=width, text_length=length, pooled_width=pooled, guidance=guidance)
     if condition == "class":
         return replace(shape, classes=int(dataset.labels.max()) + 1)

@@ -84,11 +84,10 @@ def empty_condition(shape: DataShape, batch: int) -> Condition:
     if not shape.text_width:
         return Condition(labels=labels)
     text = torch.empty(batch, shape.text_length, shape.text_width)
-    mask = torch.ones(batch, shape.text_length, dtype=torch.bool)
-    if not shape.pooled_width:
-        return Condition(labels=labels, text=text, mask=mask)
     scale = torch.ones(batch) if shape.guidance else None
-    return Condition(text=text, pooled=torch.empty(batch, shape.pooled_width), guidance=scale)
+    if shape.pooled_width:
+        return Condition(text=text, pooled=torch.empty(batch, shape.pooled_width), guidance=scale)
+    return Condition(labels, text, torch.ones(text.shape[:2], dtype=torch.bool), guidance=scale)
 
 
 @dataclass(frozen=True)

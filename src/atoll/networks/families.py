@@ -62,11 +62,9 @@ class Family:
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         """An uninitialised network (the class's own defaults; see `initialise`)."""
         check_sides(self.name, config.patch, shape.latents)
-        known = self.defaults()
-        for name in config.arguments:
-            if name not in known:
-                what = f"network.arguments: {self.class_name} has no argument {name!r}"
-                raise ConfigError(what, nearest(name, known))
+        for name in config.arguments.keys() - (known := self.defaults()).keys():
+            what = f"network.arguments: {self.class_name} has no argument {name!r}"
+            raise ConfigError(what, nearest(name, known))
         return self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
 
     def adapt(self, network: nn.Module) -> nn.Module:
