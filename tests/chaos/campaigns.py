@@ -12,7 +12,7 @@ CHANGES: dict[str, Any] = {
     "partition": {"k": 3},
     "monolith": False,
     "train": {
-        "checkpoint_every_s": 0.06,
+        "checkpoint_every_s": 0.0,
         "validations": 5,
         "log_every": 7,
         "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},

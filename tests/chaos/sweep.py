@@ -31,7 +31,7 @@ from nursery import Nursery
 CHANGES: dict[str, Any] = {
     "monolith": False,
     "budget": {"samples": 480},
-    "train": {"checkpoint_every_s": 0.1, "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0}},
+    "train": {"checkpoint_every_s": 0.0, "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0}},
 }
 STAGES: dict[str, list[str]] = {
     "ingest": ["data", "ingest", "{campaign}"],

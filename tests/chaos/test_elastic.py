@@ -30,7 +30,7 @@ CHANGES: dict[str, Any] = {
     "network": {"depth": 2},  # FSDP leaves the first block alone
     "train": {
         "batch": BATCH,
-        "checkpoint_every_s": 0.006,
+        "checkpoint_every_s": 0.0,
         "log_every": 1,
         "previews": 1,
         "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},

@@ -29,7 +29,7 @@ def test_an_island_on_a_store_that_fails(
         there.put(key, here.get(key))
 
     settings = here.get_json("campaign.json")
-    settings["config"]["train"]["checkpoint_every_s"] = 1.2
+    settings["config"]["train"]["checkpoint_every_s"] = 0.0
     settings["config"]["train"]["lease"] = {"heartbeat_seconds": 0.5, "expiry_seconds": 5.0}
     there.put_json("campaign.json", settings)
 

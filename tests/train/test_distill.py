@@ -255,7 +255,7 @@ def test_where_teachers_lie_changes_no_bit(copy: Path, tmp_path: Path) -> None:
 def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
     copy: Path, tmp_path: Path, told_to_leave: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = {"log_every": 1, "checkpoint_every_s": 0.05}
+    train = {"log_every": 1, "checkpoint_every_s": 0.0}
     start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 0.5, "train": train})
     reference = Path(shutil.copytree(copy, tmp_path / "reference"))
     train_run(Campaign.open(reference), "student")

@@ -240,7 +240,7 @@ class _Run:
                     if self.group.first:
                         raise Interrupted(f"{self.name} left at {where}", "run it again to go on")
                     raise SystemExit(Interrupted.exit_code)
-                if save:
+                if save and not writing:  # else training would wait for the files of the last one
                     self._save()
                     saved = time.monotonic()
                 # Still ours? A process that was held up for longer than its lease has been taken over; it
