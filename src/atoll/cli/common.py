@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from atoll.base.cores import cores
 from atoll.base.errors import AtollError
 
 if TYPE_CHECKING:  # it takes a second to import
@@ -33,14 +36,17 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
 
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose work `--processes` share; each of them runs it."""
+    """A command whose work `--processes` of this machine share; a failure of theirs ends this one too."""
 
     @wraps(command)
     def run(processes: int, **options: Any) -> None:
-        from atoll.measure.request import spread
-
-        if not spread(processes):
-            command(**options)
+        if processes == 1 or "WORLD_SIZE" in os.environ:  # it is one of them
+            return command(**options)
+        spread = ("--nnodes", "1", "--standalone", "--nproc-per-node", str(processes))
+        argv = [sys.executable, "-m", "atoll.launch.torchrun", *spread, "-m", "atoll", *sys.argv[1:]]
+        environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
+        if code := subprocess.run(argv, env=environment, check=False).returncode:
+            raise SystemExit(code)
 
     about = "Processes of this machine that share the work."
     return click.option("--processes", type=click.IntRange(min=1), default=1, help=about)(run)

@@ -2,9 +2,6 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +11,6 @@ from typing import Any
 import atoll.measure.metrics as package
 from atoll.base.config import set_value
 from atoll.base.console import say
-from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.table import Column, Table
@@ -64,20 +60,6 @@ def alone(sets: Sequence[str]) -> EvaluateConfig:
             raise ConfigError(f"--set {assignment!r}: there is no campaign", "set evaluate.KEY=VALUE")
         set_value(tree, assignment)
     return EvaluateConfig.parse(tree.get("evaluate", {}), "--set evaluate")
-
-
-def spread(processes: int) -> bool:
-    """Run this very command on several processes of this machine, unless it is one of them; whether it was
-    run. A failure ends this process too."""
-    if processes == 1 or "WORLD_SIZE" in os.environ:
-        return False
-    command = [sys.executable, "-m", "atoll.launch.torchrun", "--nnodes", "1", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "-m", "atoll", *sys.argv[1:]]
-    environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return True
 
 
 REPORTS = "reports/evaluate"

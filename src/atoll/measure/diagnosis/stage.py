@@ -92,7 +92,7 @@ def _diagnosed(campaign: Campaign, world: ProcessGroup) -> Diagnosis:
         say("diagnose: finished already")
         return known
     start = time.monotonic()
-    look = _Look(campaign, router, override, bool(baseline), world)
+    look = _Look(campaign, router, bool(baseline), world)
     tables = look.at_rows()
     pretrained, asked = look.ensemble.pretrain is not None, strategies if config.samples else []
     able = supported(asked, partition.k, look.candidate.missing, pretrained)
@@ -128,15 +128,9 @@ def _diagnosed(campaign: Campaign, world: ProcessGroup) -> Diagnosis:
 class _Look:
     """One look at a campaign: what is loaded once for all of its tables."""
 
-    def __init__(
-        self,
-        campaign: Campaign,
-        router: Card,
-        override: SamplingOverride,
-        baseline: bool,
-        world: ProcessGroup,
-    ) -> None:
-        self.campaign, self.router, self.override, self.world = campaign, router, override, world
+    def __init__(self, campaign: Campaign, router: Card, baseline: bool, world: ProcessGroup) -> None:
+        self.campaign, self.router, self.world = campaign, router, world
+        self.override = SamplingOverride.of(campaign, campaign.config.diagnose)
         self.config, self.seed, self.device = campaign.config.diagnose, campaign.config.seed, own_device()
         self.dataset, self.partition = campaign.clustered()
         self.train, self.heldout = (self.dataset.split(name) for name in ("train", "heldout"))
@@ -171,6 +165,8 @@ class _Look:
         if self.monolith is not None and routings:
             models["monolith"] = (self.monolith.model.bank, Routing())
         for name, (bank, routing) in models.items():
+            if name not in routings and not len(self.heldout):
+                continue  # nothing would judge them
             drawn_by = f"under {routing}" if name in routings else "of the monolith"
             say(f"diagnose: {config.samples:,} pictures {drawn_by}, {self.override.text}")
             parts = shares(config.samples, config.batch, self.world)
