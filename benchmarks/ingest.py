@@ -7,6 +7,9 @@ The source is parquet with JPEGs of 640 x 480; both sides crop the middle, resiz
 filter and write PNG, the loop into one file and nothing else: no hashes, no checks, no restart. Both run in
 processes of their own, one and then two at a time (which share the data set's shards, and halve the loop's
 rows), each on one thread, in turn. Peak memory is that of one process at N and at 8 N rows of 64 px.
+
+Encoding (`--only encode`) reads 256 px pictures for an encoder that takes 5 ms for each and no processor, as
+a GPU does: batch by batch while threads decode ahead, and a whole shard first and the encoder after it.
 """
 
 import io
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from harness import Row, finish, in_turn, measured, median_row, parsed, parser, 
 from PIL import Image
 from pyarrow import parquet
 
+from atoll.data.dataset import DataSet
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.settings import IngestConfig
@@ -40,7 +45,7 @@ SIDES = ("ingest", "loop")
 
 def main() -> None:
     """Measure what `--only` asks for."""
-    words = parser(__doc__, "512 rows, 2 turns, memory at 1,000 and 8,000", "parts (speed, memory)")
+    words = parser(__doc__, "512 rows, 2 turns, memory at 1,000 and 8,000", "parts (speed, encode, memory)")
     words.add_argument("--rows", type=int, default=3000, help="pictures of the measured source")
     words.add_argument("--pairs", type=int, default=5, help="turns of both sides")
     words.add_argument("--memory", type=int, default=8000, help="rows of the smaller source for memory")
@@ -50,6 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = {
             "speed": partial(speed, Path(folder), options.rows, options.pairs),
+            "encode": partial(encode, Path(folder), 128 if options.quick else 512, options.pairs),
             "memory": partial(memory, Path(folder), options.memory),
         }
         rows = measured(options, cases)
@@ -86,6 +92,27 @@ def memory(folder: Path, rows: int) -> Iterator[Row]:
         peaks.append(peak)
         yield row("memory", f"peak at {count:,} rows", peak, "MiB")
     yield row("memory", f"{8 * rows:,} over {rows:,} rows", peaks[1] / peaks[0], target=("<=", 1.1))
+
+
+def encode(folder: Path, rows: int, pairs: int) -> Iterator[Row]:
+    """Pictures a second that reach the encoder, both ways."""
+    source = pictures(folder / "encoded.parquet", rows, (640, 480), "JPEG")
+    job(str(source), folder / "encoded", SIZE).run()
+    dataset = DataSet.open(Store.open(folder / "encoded"))
+    seconds: dict[str, list[float]] = {"ahead": [], "before": []}
+    for side in in_turn(tuple(seconds), pairs):
+        began = time.monotonic()
+        for shard in range(len(dataset.shards)):
+            shown = dataset.iter_images(shard)
+            if side == "before":
+                numbers = range(*dataset.bounds[shard : shard + 2].tolist())
+                shown = iter([dataset.image(number) for number in numbers])
+            while part := list(islice(shown, 32)):
+                time.sleep(0.005 * len(part))
+        seconds[side].append(time.monotonic() - began)
+    for side, taken in seconds.items():
+        yield median_row("encode", f"decoded {side}: pictures", [rows / s for s in taken], "/s")
+    yield median_row("encode", "ahead over before", ratios(seconds["before"], seconds["ahead"]))
 
 
 def pictures(path: Path, rows: int, size: tuple[int, int], kind: str) -> Path:

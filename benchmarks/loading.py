@@ -12,6 +12,10 @@ Atoll's resume is a fresh process that goes on in the middle of an epoch: from t
 batch, without the imports. A run also holds every file against its hash before its first step, which is
 told apart.
 
+Text (`--only text`) is what the thread that reads ahead does for 32 samples with T5-XXL's states, 120 tokens
+of 4096 numbers each: as they go to a GPU, and filled up, widened and dropped on the CPU, as before that. It
+counts seconds of the processor that one thread takes.
+
 Peers are imported by the Python of `--peers`, a virtual environment of their own:
 
     python -m venv PEERS
@@ -27,16 +31,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import Row, asked, child, finish, median_row, parsed, parser, ratios, synthetic
+from harness import Row, asked, child, finish, in_turn, median_row, parsed, parser, ratios, synthetic
+from numpy.typing import NDArray
+from torch import Tensor
 
+from atoll.base.condition import Condition
 from atoll.data.dataset import DataSet
 from atoll.data.order import Order
+from atoll.data.samples import Samples
+from atoll.flow.objective import drop_condition
+from atoll.networks.settings import DataShape
 from atoll.store.store import Store
 
 PEERS = ("webdataset", "litdata", "datasets")
@@ -46,14 +56,17 @@ SCRIPT = Path(__file__).with_name("loading_peers.py")
 
 def main() -> None:
     """Measure Atoll and the peers that `--only` asks for."""
-    words = parser(__doc__, "20,000 rows, fewer turns", "peers")
+    words = parser(__doc__, "20,000 rows, fewer turns", "peers, or text,")
     words.add_argument("--rows", type=int, help="latents (quick: 20,000, else 400,000)")
     words.add_argument("--peers", default=sys.executable, help="Python of the peers' virtual environment")
     options = parsed(words, work)
     rows = options.rows or (20_000 if options.quick else 400_000)
     peers = [peer for peer in PEERS if asked(options, peer)]
-    with tempfile.TemporaryDirectory(prefix="atoll-loading-") as folder:
-        lines, missing = measure(Path(folder), rows, options.peers, 1 if options.quick else 3, peers)
+    lines, missing = list(texts(options.quick)) if asked(options, "text") else [], list[str]()
+    if peers or not options.only:
+        with tempfile.TemporaryDirectory(prefix="atoll-loading-") as folder:
+            measured = measure(Path(folder), rows, options.peers, 1 if options.quick else 3, peers)
+        lines, missing = [*measured[0], *lines], measured[1]
     finish("loading", lines, options, {"rows_of_data": rows, "missing": missing})
 
 
@@ -93,6 +106,46 @@ def measure(
     lines.append(median_row("Atoll, resumed", "first batch", firsts, "s", target=("<=", 1.0)))
     lines.append(median_row("Atoll, resumed", "hashes of all files", [one["hashes"] for one in resumes], "s"))
     return lines, missing
+
+
+def texts(quick: bool) -> Iterator[Row]:
+    """Samples that one thread reads in a second of its core, with text of the largest encoder in use."""
+    torch.set_num_threads(1)
+    count, batch, length, width = (32, 8, 8, 16) if quick else (512, 32, 120, 4096)
+    states = torch.randn(length, width).half()
+    columns = {
+        "latents": lambda _: torch.randn(count, *SHAPE).half(),
+        "split": lambda _: torch.zeros(count, dtype=torch.int8),
+    }
+    with tempfile.TemporaryDirectory(prefix="atoll-loading-") as folder:
+        dataset = synthetic(Store.open(Path(folder), create=True), [count], columns)
+        values = {"values": states.repeat(count, 1), "lengths": torch.full((count,), length)}
+        null = {"null": {"values": states[:1]}}
+        dataset.write_column("text", {"name": "drawn", "hash": ""}, lambda _: values, null, "ragged")
+        samples = Samples(dataset, dataset.split("train"), "text", DataShape(4, 32, width, length))
+        rows = np.random.default_rng(0).permutation(count)
+        keep = torch.rand(batch)
+        null_states = samples.null.map(Tensor.float)
+
+        def stored(part: NDArray[np.int64]) -> Condition:
+            return samples.stored(part)
+
+        def widened(part: NDArray[np.int64]) -> Condition:
+            return drop_condition(samples.conditions(part), null_states, keep, 0.1)
+
+        speeds: dict[str, list[float]] = {"stored": [], "widened": []}
+        for way in in_turn(("stored", "widened"), 2 if quick else 6):
+            began = time.thread_time()
+            for first in range(0, count, batch):
+                part = rows[first : first + batch]
+                samples.latents(part), (stored if way == "stored" else widened)(part)
+            speeds[way].append(count / (time.thread_time() - began))
+    case = f"text, {length} x {width}"
+    yield median_row(
+        case, "samples a second of a core, as stored", speeds["stored"], "/s", target=(">=", 2000)
+    )
+    yield median_row(case, "samples a second of a core, filled up on the CPU", speeds["widened"], "/s")
+    yield median_row(case, "as stored / filled up", ratios(speeds["stored"], speeds["widened"]))
 
 
 def work(kind: str, folder: str) -> dict[str, float]:

@@ -144,10 +144,17 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ]  # fmt: skip
     to = kwargs.get("device")
     to = None if to is None else torch.device(to)
-    if to is not None and to.type == "meta" and (mine or name == "scalar_tensor"):
+    if (
+        to is not None
+        and to.type == "meta"
+        and (mine or name == "scalar_tensor" or (args and isinstance(args[0], list) and not args[0]))
+    ):
         to = CUDA  # torch itself takes a wrapper's tensors for ones on the meta device
     if mine and any(leaf.device.type == "meta" for leaf in leaves if type(leaf) is Tensor):
-        raise RuntimeError(f"{name}: a tensor without numbers at {caller()}")
+        if any(leaf.dim() for leaf in mine):
+            raise RuntimeError(f"{name}: a tensor without numbers at {caller()}")
+        there = tree_map(_raw, (args, kwargs))  # FLOPs are counted there; only scalars are ours
+        return function(*there[0], **there[1])
     if mine and others and name not in MOVES:
         indexed = name in ("index", "index_put", "index_put_") and isinstance(args[0], Pretended)
         if not indexed:
@@ -157,7 +164,7 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if mine and name in LOOKS:
         waits(name)
     known = {id(tensor.raw): tensor for tensor in mine}
-    args, kwargs = tree_map(lambda leaf: leaf.raw if isinstance(leaf, Pretended) else leaf, (args, kwargs))
+    args, kwargs = tree_map(_raw, (args, kwargs))
     if to is not None and to.type == "cuda":
         kwargs["device"] = CPU
     elif to is not None:
@@ -184,6 +191,10 @@ def computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not there:
         return result
     return tree_map(lambda leaf: _wrapped(leaf, known), result)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.raw if isinstance(leaf, Pretended) else leaf
 
 
 def _wrapped(leaf: Any, known: dict[int, Pretended]) -> Any:

@@ -1,9 +1,11 @@
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from atoll.base.errors import DataError, StoreError
 from atoll.base.hashing import digest_strings
@@ -229,3 +231,25 @@ def test_audit_finds_groups_in_both_splits(glyphs: DataSet) -> None:
         lambda i: {"values": (torch.arange(glyphs.shards[i].rows) % 2).to(torch.int8)},
     )
     assert any("lies in two splits" in problem for problem in audit(glyphs))
+
+
+def test_pictures_are_decoded_ahead_in_threads_and_no_further(
+    glyphs: DataSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.data.dataset.AHEAD", 3)
+    threads, image = list[str](), DataSet.image
+
+    def noted(dataset: DataSet, row: int) -> Image.Image:
+        threads.append(threading.current_thread().name)
+        return image(dataset, row)
+
+    monkeypatch.setattr(DataSet, "image", noted)
+    pictures = glyphs.iter_images(0, lambda picture: picture.resize((4, 4)))
+    next(pictures)
+    pictures.close()
+    # The first opens the file; then come the one that was asked for and three more.
+    assert len(threads) == 5 and all(name.startswith("decode") for name in threads[1:])
+    whole = list(glyphs.iter_images(0))
+    assert [p.tobytes() for p in whole] == [image(glyphs, n).tobytes() for n in range(len(whole))]
+    some = glyphs.iter_images(0, numbers=[4, 1])
+    assert [p.tobytes() for p in some] == [whole[4].tobytes(), whole[1].tobytes()]

@@ -39,6 +39,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
 ]
+# What `make test-pretended` runs too: all but what takes long there, or needs numbers of a real GPU.
+both = pytest.mark.pretended
 ROUTINGS = ["top-1", "top-2", "full", "once", "nucleus(0.9)", "sample-2", "threshold(0.2)", "top-1 every 2"]
 STEPS = {"log_every": 1, "validations": 2, "previews": 1}
 
@@ -55,7 +57,9 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"checkpointing": True}, {"compile": True}, {"micro_batch": 5}], ids=str
+    "parallel",
+    [pytest.param({}, marks=both), {"checkpointing": True}, {"compile": True}, {"micro_batch": 5}],
+    ids=str,
 )
 @pytest.mark.parametrize("family", ["dit", "pixart", "sd3", "flux"])
 def test_a_family_trains(
@@ -113,6 +117,7 @@ def pixels(model: Model, **how: Any) -> torch.Tensor:
 FLOAT32 = Residency(dtype="float32")
 
 
+@both
 @pytest.mark.parametrize("routing", [*ROUTINGS, "once null sample-1", "once null pretrain"])
 def test_every_routing_draws_what_the_cpu_draws(routing: str, folder: Path) -> None:
     drawn = pixels(Model.load(folder, residency=FLOAT32, device=own_device()), routing=routing)
@@ -122,6 +127,7 @@ def test_every_routing_draws_what_the_cpu_draws(routing: str, folder: Path) -> N
     assert near.float().mean() >= 0.5, (drawn - expected).abs().amax(dim=(1, 2, 3))
 
 
+@both
 def test_networks_are_in_bf16_unless_the_settings_say_otherwise(folder: Path, model: Model) -> None:
     kinds = {p.dtype for expert in model.bank.experts for p in expert.network.parameters()}  # type: ignore[union-attr,attr-defined]
     assert kinds == {torch.bfloat16}
@@ -130,7 +136,7 @@ def test_networks_are_in_bf16_unless_the_settings_say_otherwise(folder: Path, mo
 
 
 @pytest.mark.parametrize("residency", [{}, {"prefetch": False}, {"host_experts": 1}], ids=str)
-@pytest.mark.parametrize("routing", ["once", "top-2", "full"])
+@pytest.mark.parametrize("routing", [pytest.param("once", marks=both), "top-2", "full"])
 def test_experts_that_come_and_go_draw_the_same(
     routing: str, residency: dict[str, Any], model: Model, folder: Path
 ) -> None:
@@ -154,6 +160,7 @@ def test_recorded_calls_draw_what_calls_draw(
         assert torch.allclose(drawn, called, atol=0.02)
 
 
+@both
 def test_a_student_learns_from_the_ensemble(tmp_path: Path) -> None:
     student = {"teacher": "routed", "routing": "top-1", "stock": False}
     campaign = partitioned(tmp_path / "c", {"student": student, "train": STEPS})
@@ -185,6 +192,7 @@ COMMANDS = [
 ]
 
 
+@both
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:1]))
 def test_a_command_on_a_finished_campaign(command: list[str], folder: Path, run: Run) -> None:
     answer = run(*[word.format(folder) for word in command])
@@ -198,6 +206,7 @@ def until(ready: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
+@both
 def test_served_pictures_are_the_models_own(folder: Path) -> None:
     """Requests that share a batch draw what each draws alone, within rounding."""
     events: dict[int, list[Event]] = {}
@@ -224,6 +233,7 @@ def test_served_pictures_are_the_models_own(folder: Path) -> None:
             assert np.median(gap) <= 8
 
 
+@both
 def test_captions_and_pictures_are_encoded_as_on_the_cpu(encoders: dict[str, Any], tmp_path: Path) -> None:
     pictures = [
         Image.open(path).copy() for path in sorted(save_pictures(tmp_path / "p", 5, size=32).iterdir())

@@ -24,7 +24,7 @@ from helpers import assembled, partitioned
 
 pretended: Any = sys.modules.get("pretended")
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.pretended,
     pytest.mark.skipif(pretended is None, reason="counted on a pretended device: run `make test-pretended`"),
 ]
 
@@ -67,7 +67,7 @@ def test_a_batch_takes_real_tokens_along_and_waits_for_nothing(
     waited = waits(lambda: there.batch(range(16, 32)))
     brought, unpinned = (pretended.BYTES - moved).total(), pretended.PAGEABLE - pinned
     on_cpu = rows.batch(range(16, 32))
-    _, mask = dataset.column(config.data.text_column).read_packed(
+    _, mask = dataset.column(config.data.text_column).read_ragged(
         rows.train.rows[rows.order.at(range(16, 32))], plan.shape.text_length
     )
     tokens, longest = int(mask.sum()), plan.shape.text_length if stored else int(mask.sum(1).max())

@@ -1,6 +1,7 @@
 """How a step is spread over processes: the same samples, the same number of parts on each."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -32,3 +33,22 @@ def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | N
 def test_more_processes_than_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 processes for 2 samples a step: use fewer processes"):
         StepSharding(torch.nn.Linear(1, 1), ParallelConfig(), ProcessGroup(0, 3), 2)
+
+
+@pytest.mark.parametrize(
+    ("compile", "cpu", "flops", "compiles"),
+    [
+        ("auto", False, 2e17, True),
+        ("auto", False, 9e16, False),
+        ("auto", True, 1e20, False),
+        (True, True, 0.0, True),
+        (False, False, 1e20, False),
+    ],
+)
+def test_auto_compiles_where_a_gpu_has_enough_to_do(
+    compile: Any, cpu: bool, flops: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, network = list[bool](), torch.nn.Linear(1, 1)
+    monkeypatch.setattr(network, "compile", lambda: done.append(True))
+    StepSharding(network, ParallelConfig(compile=compile).decided(cpu, flops), ProcessGroup(), 2)
+    assert done == [True] * compiles

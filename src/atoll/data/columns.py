@@ -104,7 +104,11 @@ class Column:
             self._mapped = {last: self._mapped[last]}
 
     def read_ragged(
-        self, rows: ArrayLike, length: int | None = None, draw: Callable[[], Tensor] | None = None
+        self,
+        rows: ArrayLike,
+        length: int | None = None,
+        draw: Callable[[], Tensor] | None = None,
+        packed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Sequences `(n, L, *shape)` of a ragged column, padded with zeros, and the mask of what is real.
 
@@ -112,14 +116,8 @@ class Column:
             length: L; longer sequences are cut. Without it, the longest of these rows.
             draw: uniforms on [0, 1) `(n,)` that choose among the sequences of a row, asked for where there
                 are several; without it, the first counts.
+            packed: without padding, `(sum of lengths, *shape)`.
         """
-        values, mask = self.read_packed(rows, length, draw)
-        return padded(values, mask), mask
-
-    def read_packed(
-        self, rows: ArrayLike, length: int | None = None, draw: Callable[[], Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same without padding: elements `(sum of lengths, *shape)`, row after row, and the mask."""
         assert self.meta.kind == "ragged", f"column {self.meta.name} is fixed: use read"
         rows = _row_numbers(rows, len(self))
         parts = [(self._map(shard), where, local) for shard, where, local in by_shard(self.bounds, rows)]
@@ -143,7 +141,7 @@ class Column:
             spans = mapped.starts[local], ends[where], lengths[where]
             for start, end, count in zip(*map(np.ndarray.tolist, spans), strict=True):
                 flat[end - count : end] = mapped.bytes[start : start + count]
-        return out, mask
+        return out if packed else padded(out, mask), mask
 
     def take_ragged(self, rows: ArrayLike) -> dict[str, Tensor]:
         """What a shard of these rows holds, with all sequences that they choose from."""
@@ -223,10 +221,7 @@ class Column:
 
 
 def padded(values: Tensor, mask: Tensor) -> Tensor:
-    """Sequences `(n, L, *shape)` of packed elements, zeros where the mask `(n, L)` is false.
-
-    The host does not wait for the device that they lie on.
-    """
+    """Sequences `(n, L, *shape)` of packed elements by their mask `(n, L)`; the host waits for no GPU."""
     place = torch.where(mask, mask.flatten().cumsum(0).view_as(mask) - 1, len(values))
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])[place]
 

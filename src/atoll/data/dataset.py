@@ -3,7 +3,9 @@
 import hashlib
 import io
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,6 +28,7 @@ from atoll.data.job import ColumnJob, remove_others
 from atoll.store.manifest import check_file, read_file
 from atoll.store.store import Store
 
+AHEAD = 64  # pictures that are decoded ahead: a batch or two, and at 1024 px 200 MB
 MANIFEST, REJECTS = "manifest.json", "rejects.jsonl"
 ROWS = pa.schema(
     [
@@ -207,9 +210,22 @@ class DataSet:
             self._readers[shard] = reader
         return self._readers[shard].read(row - int(self.bounds[shard]))
 
-    def iter_images(self, shard: int) -> Iterator[Image.Image]:
-        """The pictures of a shard in order."""
-        return map(self.image, range(*self.bounds[shard : shard + 2].tolist()))
+    def iter_images(
+        self,
+        shard: int,
+        change: Callable[[Image.Image], Image.Image] = lambda picture: picture,
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[Image.Image]:
+        """The pictures of a shard in order, or of some numbers in it; threads read and change them ahead."""
+        first, end = self.bounds[shard : shard + 2].tolist()
+        self.image(first)  # one thread opens the file
+        with ThreadPoolExecutor(torch.get_num_threads(), "decode") as pool:
+            ahead = deque[Future[Image.Image]]()
+            for number in range(end - first) if numbers is None else numbers:
+                ahead.append(pool.submit(lambda row: change(self.image(row)), first + number))
+                if len(ahead) > AHEAD:
+                    yield ahead.popleft().result()
+            yield from (future.result() for future in ahead)
 
     def has_column(self, name: str) -> bool:
         """Whether there is a complete column of this name, made for these rows."""

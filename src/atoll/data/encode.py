@@ -1,7 +1,10 @@
 """The columns that frozen encoders make: `features` to cluster by, `latents` and `text` to train on."""
 
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -32,7 +35,7 @@ def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | 
     """The features `(rows, D)` float16 of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": encoder.encode(list(dataset.iter_images(shard))).half()}
+        return {"values": _in_batches(encoder.encode, dataset.iter_images(shard, encoder.sized), 64)}
 
     name = features_column(encoder.name)
     return ColumnJob(dataset, name, encoder.producer(), compute, progress=progress)
@@ -46,20 +49,17 @@ def latents_job(
     Where rows keep their aspect it is a ragged column: of each row H x W elements of C numbers.
     """
 
-    def encode(pictures: list[Image.Image]) -> torch.Tensor:
-        # A few at a time: activations of a whole shard of large pictures would not fit into a GPU.
-        parts = [vae.encode(pictures[i : i + batch]) for i in range(0, len(pictures), batch)]
-        return torch.cat(parts).half()
-
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": encode(list(dataset.iter_images(shard)))}
+        return {"values": _in_batches(vae.encode, dataset.iter_images(shard), batch)}
 
     def compute_ragged(shard: int) -> dict[str, torch.Tensor]:
-        pictures = list(dataset.iter_images(shard))
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(pictures)
-        for size in {picture.size for picture in pictures}:  # one shape a batch
-            numbers = [number for number, picture in enumerate(pictures) if picture.size == size]
-            latents = encode([pictures[number] for number in numbers])
+        assert dataset.buckets is not None
+        sizes = np.split(dataset.buckets, dataset.bounds[1:-1])[shard]
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+        for size in np.unique(sizes, axis=0):  # one shape a batch
+            numbers = (sizes == size).all(1).nonzero()[0].tolist()
+            pictures = dataset.iter_images(shard, numbers=numbers)
+            latents = _in_batches(vae.encode, pictures, batch)
             for number, row in zip(numbers, latents.flatten(2).transpose(1, 2), strict=True):
                 rows[number] = row
         return {"values": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
@@ -73,6 +73,13 @@ def latents_job(
             )
         return ColumnJob(dataset, "latents", origin(vae), compute_ragged, None, "ragged", progress)
     return ColumnJob(dataset, "latents", origin(vae), compute, progress=progress)
+
+
+def _in_batches(
+    encode: Callable[[list[Image.Image]], torch.Tensor], pictures: Iterator[Image.Image], batch: int
+) -> torch.Tensor:
+    # A few at a time: the next are decoded meanwhile, and a whole shard would not fit into a GPU.
+    return torch.cat([encode(part) for part in iter(lambda: [*islice(pictures, batch)], [])]).half()
 
 
 def text_job(

@@ -75,7 +75,7 @@ class Samples:
         (bucket,) = set(self.buckets[index].tolist())
         height, width = self.shape.sizes[bucket]
         # Stored as sequences of elements with C numbers each, since rows of one column must agree in shape.
-        values, _ = self._latents.read_packed(rows, height * width)
+        values, _ = self._latents.read_ragged(rows, height * width, packed=True)
         values = values.view(len(rows), height * width, -1)
         return values.transpose(1, 2).reshape(len(rows), -1, height, width).float()
 
@@ -93,7 +93,7 @@ class Samples:
         if self._text is not None:
             # Those of several encoders are equally long, and before them stands a pooled vector.
             length = None if self.shape.pooled_width else self.shape.text_length
-            text, mask = self._text.read_packed(rows, length, draw)
+            text, mask = self._text.read_ragged(rows, length, draw, packed=True)
             if self.encoder is not None:  # it is asked for no more than the longest text
                 mask = mask[:, : int(mask.any(0).sum())]
             if bool(mask.all()):  # found here, as a GPU would have to be waited for

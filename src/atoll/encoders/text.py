@@ -127,10 +127,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode_tokens(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """States `(B, L, D)` float32 of token ids `(B, L)`, of which each row's first are real by `mask`.
-
-        They are where the tokens are; of tokens on a GPU the host waits for nothing.
-        """
+        """States `(B, L, D)` float32, where the ids `(B, L)` lie; each row's first are real by `mask`."""
         if self.pooled:
             # As diffusers' pipelines of SD3 and Flux join them, whose networks learned on padding.
             own = tokens.long().to(self.device).split([tower.form.length for tower in self.towers], dim=1)

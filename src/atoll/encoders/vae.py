@@ -121,6 +121,8 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
             raise ValueError(f"it is a {kind}; known are {', '.join(AUTOENCODERS)}")
         network = getattr(diffusers, kind).from_pretrained(name, use_safetensors=True)
         network = network.eval().requires_grad_(False).to(device)
+        if str(device) != "cpu":  # convolutions in bf16 are fastest with channels last
+            network = network.to(memory_format=torch.channels_last)
     shift = float(getattr(network.config, "shift_factor", None) or 0.0)
     scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
     return Autoencoder(name, network, shift, scale, device, *channels_of(network.config))

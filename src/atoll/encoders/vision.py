@@ -69,16 +69,18 @@ class VisionEncoder:
         made = {"name": self.name, "hash": weights, "size": self.size, "resize": self.resize}
         return {**made, **({"token": self.token} if self.token else {})}
 
+    def sized(self, picture: Image.Image) -> Image.Image:
+        """A picture as the network takes it; what `encode` would do, for threads that read ahead."""
+        # By Pillow, which is antialiased: torch is not by default, and distances would not be as published.
+        size, rgb = (self.size, self.size), picture.convert("RGB")
+        return rgb.resize(size, Image.Resampling.BICUBIC) if self.resize == "bicubic" else rgb
+
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Image.Image], batch: int = 64) -> Tensor:
         """Features `(N, D)` float32 of pictures of any size and mode."""
         features = []
         for first in range(0, len(pictures), batch):
-            images = [picture.convert("RGB") for picture in pictures[first : first + batch]]
-            if self.resize == "bicubic":
-                # By Pillow, which is antialiased: torch's default is not, and distances would not be
-                # those that others publish.
-                images = [image.resize((self.size, self.size), Image.Resampling.BICUBIC) for image in images]
+            images = [self.sized(picture) for picture in pictures[first : first + batch]]
             levels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
             pixels = levels.permute(0, 3, 1, 2).float().to(self.device)
             features.append(self.pool(self.network, self.normalise(pixels)).float().cpu())

@@ -58,7 +58,8 @@ class _Run:
         self.settings, self.plan, self.learned = self.recipe.train, self.recipe.plan, self.recipe.learned()
         settings, network, cpu = self.settings, task.network, group.device.type == "cpu"
         self.autocast = settings.precision == "bf16" or (settings.precision == "auto" and not cpu)
-        self.sharding = StepSharding(network, settings.parallel, group, self.plan.batch, self.autocast)
+        parallel = settings.parallel.decided(cpu, self.plan.train_flops / group.size)
+        self.sharding = StepSharding(network, parallel, group, self.plan.batch, self.autocast)
         self.precision = torch.autocast(group.device.type, torch.bfloat16, enabled=self.autocast)
         wide = self.autocast and cpu and not self.sharding.recomputes
         self.attention = Float32Attention() if wide else nullcontext()

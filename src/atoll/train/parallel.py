@@ -45,7 +45,7 @@ class StepSharding:
         self.recomputes = config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False)
         if self.recomputes:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
-        if config.compile:
+        if config.compile is True:
             # In place: the wrapper of torch.compile would put `_orig_mod.` before every name in a checkpoint.
             network.compile()
         if group.size > 1 and config.strategy == "fsdp":

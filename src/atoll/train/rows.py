@@ -131,9 +131,7 @@ class TrainingRows:
         # On the device, with whole conditions. Text states go there in half and without padding: to widen
         # those of T5-XXL, the thread that reads would write 60 MiB for every 32 samples.
         parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        there: dict[str, Any] = {
-            name: onto(part, self.device) for name, part in parts.items() if isinstance(part, Tensor)
-        }
+        there: dict[str, Any] = {k: onto(p, self.device) for k, p in parts.items() if isinstance(p, Tensor)}
         there["cond"] = samples.whole(batch.cond.map(lambda part: onto(part, self.device)))
         return replace(batch, **there)
 
@@ -203,10 +201,7 @@ class TrainingRows:
 
 
 class Prefetcher:
-    """Makes the batches of steps in order, two steps ahead; a step waits `limit` seconds for its data.
-
-    On a GPU it copies and encodes in a stream of its own, beside the step's.
-    """
+    """Makes batches in order, two steps ahead, on a GPU in its own stream; a step waits `limit` seconds."""
 
     def __init__(
         self, make: Callable[[int], list[Any]], begin: int, batch: int, limit: float, device: str = "cpu"

@@ -39,10 +39,16 @@ class ParallelConfig(Config):
     """Maximum images per process in one forward pass; gradients accumulate over the rest of the batch."""
     checkpointing: bool = False
     """Gradient checkpointing: recompute activations in the backward pass to save memory."""
-    compile: bool = False
-    """Compile the network with `torch.compile`."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the network with `torch.compile`; `auto` does so on GPUs where each has 1e17 FLOPs to do."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a collective operation fails."""
+
+    def decided(self, cpu: bool, flops: float) -> Self:
+        """The same without `auto`, for a device that has so many FLOPs to do."""
+        # An H100 computes for five minutes then: it compiles for one, and saves one in four.
+        long = not cpu and flops >= 1e17
+        return self if self.compile != "auto" else self.model_copy(update={"compile": long})
 
 
 class TrainConfig(Config):
