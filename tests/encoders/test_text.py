@@ -7,7 +7,14 @@ import torch
 import transformers
 
 from atoll.base.errors import ConfigError
-from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, prompt_length, text_encoder, text_encoder_of
+from atoll.encoders.text import (
+    LONGEST_PROMPT,
+    TextEncoder,
+    prompt_length,
+    text_encoder,
+    text_encoder_of,
+    text_form,
+)
 from helpers_export import WORDS, save_tokenizer, text_tower
 
 CAPTIONS = [
@@ -134,3 +141,26 @@ def test_a_folder_without_a_tokenizer(t5: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load the text encoder") as caught:
         text_encoder(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_parts_of_a_pipeline_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tokenizer that lies in a folder of its own, and nothing that may be pickle or code."""
+    folder, asked = tmp_path / "there", list[list[str]]()
+    text_tower(folder / "text_encoder_2")
+    (folder / "tokenizer_2").mkdir()
+    for path in (folder / "text_encoder_2").glob("*token*"):
+        path.rename(folder / "tokenizer_2" / path.name)
+
+    def fetched(name: str, allow_patterns: list[str]) -> str:
+        assert name == "someone/flux"
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    encoder = text_encoder("someone/flux/text_encoder_2", 12)
+    assert torch.equal(
+        encoder.encode(["a red"])[0], text_encoder(str(folder / "text_encoder_2")).encode(["a red"])[0]
+    )
+    assert text_form("someone/flux/text_encoder_2", 12).width == 16
+    assert asked[1] == ["text_encoder_2/*.json"] and "tokenizer_2/*.json" in asked[0]
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in asked[0])

