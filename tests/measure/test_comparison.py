@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
@@ -26,6 +27,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import Model
+from atoll.model.residency import ResidentExperts
 from atoll.store.signatures import new_key, sign, signer
 from atoll.store.store import Store
 from helpers import Answer, Run, atoll, entries, of_no_number, refused
@@ -318,6 +320,15 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
         expected = load_file(folder / "ema.safetensors")
         loaded = course.experts[number].load(stage.chosen[f"experts/{number}"])
         assert all(torch.equal(p, expected[name]) for name, p in loaded.network.named_parameters())
+
+        # One at a time, where no more may be on the device.
+        one = ["sampling.residency.experts=1", "sampling.residency.prefetch=false"]
+        few = TrainingCurve(CommonSetup(Campaign.open(made, one)))
+        bank = few.candidate(stage, "top-1").model.bank
+        states = torch.rand(4, 1, 8, 8), torch.rand(4), Condition(labels=torch.tensor([0, 1, 0, 1]))
+        assert bank.capacity == 1 and isinstance(bank.experts, ResidentExperts)
+        with torch.inference_mode():
+            assert torch.equal(bank.experts[number].velocity(*states), loaded.velocity(*states))
         final = Checkpoint(campaign.store, f"islands/{number}/expert").expert().network.named_parameters()
         assert any(not torch.equal(p, expected[name]) for name, p in final)  # it has learned since
     last = course.experts[0].load(course.experts[0].milestones[-1])
