@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_563,
     "serve": 1_504,
     "curate": 2_722,
-    "tests": 32_313,
+    "tests": 32_334,
     "benchmarks": 3_937,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
     "tour": 4_649,

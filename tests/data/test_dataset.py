@@ -253,3 +253,13 @@ def test_pictures_are_decoded_ahead_in_threads_and_no_further(
     assert [p.tobytes() for p in whole] == [image(glyphs, n).tobytes() for n in range(len(whole))]
     some = glyphs.iter_images(0, numbers=[4, 1])
     assert [p.tobytes() for p in some] == [whole[4].tobytes(), whole[1].tobytes()]
+
+
+def test_the_manifest_knows_the_digest_of_all_ids(store: Store, glyphs: DataSet) -> None:
+    """So no process of a run reads the rows for it; they may even be gone."""
+    dataset = DataSet.open(store, glyphs.prefix)
+    assert dataset.manifest.ids == digest_strings(dataset.ids)
+    store.delete(*(f"{glyphs.prefix}/{shard.files['rows'].path}" for shard in dataset.shards))
+    with pytest.raises(StoreError, match="is missing"):
+        DataSet.open(store, glyphs.prefix).table(["id"])
+    assert DataSet.open(store, glyphs.prefix).id_hash == dataset.manifest.ids

@@ -18,9 +18,9 @@ from atoll.campaign.sample import sample_campaign
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
-from atoll.train import state
+from atoll.train import loop, state
 from atoll.train.run import train_run
-from helpers import partitioned, write_campaign
+from helpers import entries, partitioned, write_campaign
 
 
 @pytest.mark.slow
@@ -134,3 +134,14 @@ def test_writes_are_waited_for_where_the_other_ranks_hear_of_it(
     train = {"checkpoint_every_s": 0.0}
     train_run(partitioned(tmp_path / "c", {"train": train}), "expert", 0)
     assert waited.count(True) == 2 and waited.count(False) >= 2
+
+
+def test_checkpoints_are_as_far_apart_as_their_writes_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one took puts off all but the last, and the one that was due meanwhile."""
+    monkeypatch.setattr(loop, "PATIENCE", 1e9)
+    folder = tmp_path / "c"
+    train_run(partitioned(folder, {"train": {"checkpoint_every_s": 1e-9, "previews": 0}}), "expert", 0)
+    commits = [entry["step"] for entry in entries(folder / "islands/0") if entry["kind"] == "commit"]
+    assert commits[0] == 0 and commits[-1] == 17 and len(commits) <= 3
