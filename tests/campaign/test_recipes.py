@@ -55,7 +55,7 @@ def test_a_recipe_trains_on_two_ranks_with_its_own_parallel_settings(name: str, 
         prepare(campaign)
         make_islands(campaign)
         parallel = campaign.config.train.parallel
-        assert parallel.strategy == recipe["train"]["parallel"].get("strategy", "ddp")
+        assert parallel.strategy == recipe["train"].get("parallel", {}).get("strategy", "ddp")
         assert campaign.config.train.precision == "bf16"
         spread = [
             "-m",

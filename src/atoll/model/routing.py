@@ -121,9 +121,9 @@ class Routing(Config):
         values = [v.strip() for v in (dash, *(args or "").split(",")) if v and v.strip()]
         needed = sum(name in ("k", "p") for name in parameters)
         if not needed <= len(values) <= len(parameters) or ("k" in parameters and dash is None):
-            forms = STRATEGIES[entries[word]].forms.translate(_NUMBERS)
-            forms += "" if STRATEGIES[entries[word]].fixed else f", {forms.partition(',')[0]} every 5"
-            raise ConfigError(f"routing {text!r} is no form of {entries[word]}", f"write {forms}")
+            right = STRATEGIES[entries[word]].forms.translate(_NUMBERS)
+            right += "" if STRATEGIES[entries[word]].fixed else f", {right.partition(',')[0]} every 5"
+            raise ConfigError(f"routing {text!r} is no form of {entries[word]}", f"write {right}")
         settings: dict[str, Any] = dict(zip(parameters, values, strict=False))
         settings |= {"every": every} if every else {}
         if word_null:
