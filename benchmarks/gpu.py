@@ -8,6 +8,7 @@ weights and data are drawn, since time and memory depend on neither.
 - ceiling: a bf16 matrix product of 8192 x 8192, and a copy within the device's memory.
 - step: a step as `atoll train` takes it (forward, loss, backward, norm, AdamW, average) on batches that lie
   ready, for networks of published sizes, eager and compiled. Its peak of memory is told over `atoll plan`'s.
+- checkpoint: the 12 GB of a DiT-XL/2's state to a disk and back, as `atoll train` saves and resumes them.
 - rows: how fast one thread prepares batches of latents and of T5-XXL's states, which a step must not outrun.
 - sampling: an ensemble of K = 8 under each strategy over one network, in turn, in bf16, and `once` in batches
   by expert, as `atoll sample` draws it; then with one expert on the device, the others in host memory.
@@ -71,9 +72,11 @@ from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.serve.engine import READY, Drawn, Engine, Failed, Job
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
+from atoll.store.lease import acquire
 from atoll.store.store import Store
 from atoll.train.loop import _Run
 from atoll.train.rows import Batch, TrainingRows
+from atoll.train.state import resume
 from atoll.train.tasks import DenoiserTask
 
 # Network, what it is given, samples of a step, samples at once. T5-XXL's states are 4096 wide, T5-XL's 2048.
@@ -107,7 +110,7 @@ def main() -> None:
     for name, compiled in product(NETWORKS, ways):
         case = f"step, {name}, {'compiled' if compiled else 'eager'}"
         cases[case] = partial(step, case, options.quick, name, compiled)
-    for part in (rows, serving, sampling, swapped, encoding):
+    for part in (checkpoint, rows, serving, sampling, swapped, encoding):
         cases[part.__name__] = partial(part, part.__name__, options.quick)
     found = measured(options, {name: partial(fresh, case) for name, case in cases.items()})
     best = [line["value"] for line in found if line["metric"] == PRODUCT]
@@ -165,11 +168,10 @@ def timed(run: Callable[[], Any], times: int, warm: int = 2) -> list[float]:
 # Training.
 
 
-def step(case: str, quick: bool, network: str, compiled: bool) -> Iterator[Row]:
-    """Steps of the real loop, without its data, checkpoints and validations."""
-    config, shape, batch, at_once = (TOYS if quick else NETWORKS)[network]
-    device, adapter = own_device(), family(config.family)
-    flops = denoiser_flops(config, shape)
+def planned_run(folder: str, case: str, network: Network, compiled: bool) -> _Run:
+    """A run of the real loop, without data."""
+    config, shape, batch, at_once = network
+    device, flops = own_device(), denoiser_flops(config, shape)
     plan = RunPlan(
         role="monolith",
         rows=batch,
@@ -188,11 +190,16 @@ def step(case: str, quick: bool, network: str, compiled: bool) -> Iterator[Row]:
     nothing: Any = None
     rows = TrainingRows(nothing, nothing, recipe, {"name": "none"}, None)
     with torch.device(device):
-        made = adapter.build(config, shape).train()
+        made = family(config.family).build(config, shape).train()
+    return _Run(DenoiserTask(made, rows), Store.open(folder, create=True), case, ProcessGroup(device=device))
+
+
+def step(case: str, quick: bool, network: str, compiled: bool) -> Iterator[Row]:
+    """Steps of the real loop, without its data, checkpoints and validations."""
+    config, shape, batch, at_once = about = (TOYS if quick else NETWORKS)[network]
+    device, flops = own_device(), denoiser_flops(config, shape)
     with tempfile.TemporaryDirectory() as folder:
-        run = _Run(
-            DenoiserTask(made, rows), Store.open(folder, create=True), case, ProcessGroup(device=device)
-        )
+        run = planned_run(folder, case, about, compiled)
         parts = [(run.sharding.weight(part), drawn_batch(shape, len(part))) for part in run.sharding.parts(0)]
         began = moment()
         run._step(parts)
@@ -201,7 +208,7 @@ def step(case: str, quick: bool, network: str, compiled: bool) -> Iterator[Row]:
             torch.cuda.reset_peak_memory_stats()
         seconds = timed(lambda: run._step(parts), 3 if quick else 15)
     rate = [batch / s for s in seconds]
-    yield row(case, "parameters", parameter_count(made) / 1e6, "M")
+    yield row(case, "parameters", parameter_count(run.task.network) / 1e6, "M")
     yield row(case, "first step, with compilation" if compiled else "first step", first, "s")
     yield median_row(case, f"step of {batch}, {at_once} at once", [1e3 * s for s in seconds], "ms")
     yield median_row(case, "images per second", rate, "1/s")
@@ -226,6 +233,30 @@ def condition(shape: DataShape, size: int) -> Condition:
         return Condition(labels=torch.randint(0, shape.classes, (size,)))
     text = torch.randn(size, shape.text_length, shape.text_width).half()
     return Condition(text=text, mask=torch.ones(text.shape[:2], dtype=torch.bool))
+
+
+def checkpoint(case: str, quick: bool) -> Iterator[Row]:
+    """A state is copied, written beside the training, and read by the process that goes on."""
+    about = (TOYS if quick else NETWORKS)["DiT-XL/2"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = planned_run(folder, case, about, False)
+        acquire(run.log, run.settings.lease)
+        run._step([(1.0, drawn_batch(about[1], about[2]))])
+        began = moment()
+        run.saver.save(run.state)
+        copied = moment()
+        run.saver.settle(fatal=True)
+        written = moment()
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors")) / 1e9
+        run.saver.close()
+        again = planned_run(folder, case, about, False)
+        begun = moment()
+        assert resume(again.state, again.run, again.log, again.learned)
+        resumed = moment()
+    yield row(case, "size", size, "GB")
+    yield row(case, "training waits for the copy", copied - began, "s")
+    yield row(case, "copied and written", size / (written - began), "GB/s")
+    yield row(case, "read, checked and on the device", size / (resumed - begun), "GB/s")
 
 
 def rows(case: str, quick: bool) -> Iterator[Row]:

@@ -140,7 +140,7 @@ def test_checkpoints_are_as_far_apart_as_their_writes_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first one took puts off all but the last, and the one that was due meanwhile."""
-    monkeypatch.setattr(loop, "PATIENCE", 1e9)
+    monkeypatch.setattr(loop, "WRITES_APART", 1e9)
     folder = tmp_path / "c"
     train_run(partitioned(folder, {"train": {"checkpoint_every_s": 1e-9, "previews": 0}}), "expert", 0)
     commits = [entry["step"] for entry in entries(folder / "islands/0") if entry["kind"] == "commit"]

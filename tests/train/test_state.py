@@ -288,6 +288,16 @@ def test_older_ones_go_and_milestones_stay(store: Store, keep: int) -> None:
     assert {Path(key).suffix for key in store.list()} == {".json", ".safetensors"}  # nothing that runs code
 
 
+def test_a_milestone_at_a_step_that_was_just_saved_is_kept(store: Store) -> None:
+    state, log = fresh(), held(store)
+    saver = Saver(store, log, LEARNED, keep=1)
+    for milestone in (False, True):
+        saver.save(state, milestone)
+    saver.settle(fatal=True)
+    saver.close()
+    assert [entry.milestone for entry in log.commits()] == [False, True] and len(folders(store)) == 1
+
+
 def test_leavings_of_earlier_holders_go_too(store: Store) -> None:
     held(store, "dead")
     store.put("checkpoints/00000007-dead/weights.safetensors", b"half")

@@ -166,12 +166,12 @@ class Keys:
             ip_address(name.strip("[]"))
         except ValueError:
             if name.lower() not in self._hosts:
-                problem = f"{name[:100]!r} is no name of this server: set hosts, or use keys"
+                problem = f"{name[:100]!r} is no name of this server: start it with --set hosts=[NAME], or"
         if origin is not None and origin.partition("://")[2] != host:
-            problem = problem or f"pages of {origin[:100]!r} may not use this server: use keys"
+            problem = problem or f"pages of {origin[:100]!r} may not use this server: start it"
         if problem:
             self._metrics.rejected.labels("origin").inc()
-            raise ApiError(403, problem, "forbidden_origin")
+            raise ApiError(403, f"{problem} with --keys FILE", "forbidden_origin")
 
 
 class RequestLog:

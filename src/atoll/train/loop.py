@@ -27,7 +27,7 @@ from atoll.store.store import Store
 from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import Float32Attention, StepSharding, whole
 from atoll.train.rows import Batch, Prefetcher
-from atoll.train.state import PATIENCE, Ema, Guard, Saver, TrainState, resume
+from atoll.train.state import WRITES_APART, Ema, Guard, Saver, TrainState, resume
 from atoll.train.tasks import Task
 
 
@@ -226,7 +226,7 @@ class _Run:
                 # which one rank alone would wait in for ever. A signal may reach one rank only, and a rank
                 # without data has been told to leave while it waited.
                 every = settings.checkpoint_every_s
-                every = max(every, PATIENCE * self.saver.seconds) if every else 0.0
+                every = max(every, WRITES_APART * self.saver.seconds) if every else 0.0
                 due = self.group.first and time.monotonic() - saved > every
                 told = batches is None or bool(stop_requested)
                 leave, save, writing = self.group.sum([*map(float, (told, due, self.saver.writing))])

@@ -36,7 +36,7 @@ from atoll.train.parallel import fill, gather_no_more, local, whole
 
 LARGEST = 2 * 2**30
 """Bytes of tensors in one file of a checkpoint, where one tensor alone is not larger."""
-PATIENCE = 20
+WRITES_APART = 20
 """A checkpoint is due after so many times what the last one took: a twentieth of the time goes to them."""
 
 
@@ -237,7 +237,8 @@ class Saver:
         self.store, self.log, self.learned, self.keep, self.group = store, log, learned, keep, group
         self.committed, self.seconds = -1, 0.0  # step of the last commit, and how long it took
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
-        self._files: Future[list[FileEntry]] | None = None  # this process's
+        # The files that this process writes, and what names those of all.
+        self._pending: tuple[Future[list[FileEntry]], Callable[[list[FileEntry]], None]] | None = None
 
     def lacks(self, step: int) -> bool:
         """Whether this step is yet to be committed; waits for a write that is under way."""
@@ -248,8 +249,7 @@ class Saver:
         """Commit this state; returns when it has been copied, after the write before it is done."""
         # At most one write at a time: memory holds two states, the living one and its copy, and never a
         # third.
-        if not self.lacks(state.step):
-            return
+        self.settle()
         start = time.monotonic()
         commit = Commit(
             samples=state.samples,
@@ -262,13 +262,13 @@ class Saver:
         name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
         # An entry whose answer was lost may name what is there: it is not written over.
         there = self.group.once(lambda: self.store.exists(f"{name}/{COMMIT}"))
-        self._files = self._thread.submit(self._write, name, {} if there else state.tensors(self.group))
-        self._name = partial(self._commit, name, commit, milestone, start)
+        files = self._thread.submit(self._write, name, {} if there else state.tensors(self.group))
+        self._pending = files, partial(self._commit, name, commit, milestone, start)
 
     @property
     def writing(self) -> bool:
         """Whether this process is still at its files."""
-        return self._files is not None and not self._files.done()
+        return self._pending is not None and not self._pending[0].done()
 
     def close(self) -> None:
         """End the thread; a write that is under way is finished."""
@@ -276,15 +276,16 @@ class Saver:
 
     def settle(self, fatal: bool = False) -> None:
         """Wait until all files are written, and name them; a failure is told, or `fatal`: a `StoreError`."""
-        files, self._files = self._files, None
-        if files is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
+        files, commit = pending
         written = self.group.each(lambda: _told(files.result, fatal))
 
         # Between two steps, since the files of several processes are known to all only there; it is quick.
         def name() -> int:
             if None not in written:
-                _told(partial(self._name, [entry for own in written for entry in own]), fatal)
+                _told(partial(commit, [entry for own in written for entry in own]), fatal)
             return self.committed
 
         self.committed = self.group.once(name)
