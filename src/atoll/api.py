@@ -18,6 +18,7 @@ from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import SINGLE
 from atoll.campaign.runs import Run
+from atoll.campaign.sample import campaign_model
 from atoll.campaign.settings.launch import merged
 from atoll.data.partition import Partition
 from atoll.measure.points import evaluate as measure_point
@@ -100,11 +101,10 @@ def load(
     if name not in (models := ["ensemble", *SINGLE]):
         raise ConfigError(f"there is no model {name!r}", nearest(name, models))
     if name == "ensemble":
-        assemble(source, trusted=trusted)  # what ensemble/ holds afterwards is what these keys signed
-        trusted = None
-    sampling, residency = source.config.sampling, residency or source.config.sampling.residency
-    encoders = (*source.config.encoders, *encoders)
-    return Model.load(source.store, name, residency, where, sampling, encoders, trusted)
+        assemble(source, trusted=trusted)
+    options: dict[str, Any] = {"encoders": (*source.config.encoders, *encoders)}
+    options |= {"residency": residency} if residency else {}
+    return campaign_model(source, name, where, trusted=trusted, **options)
 
 
 def evaluate(

@@ -76,6 +76,33 @@ def test_an_island_signs_what_it_publishes(
     assert not (campaign / "islands/1/run/log").exists()
 
 
+def test_what_samples_asks_for_the_keys_that_the_campaign_trusts(
+    campaign: Path, key: Path, public: str, capsys: Capture
+) -> None:
+    assert command(capsys, "keys", "sign", campaign, "--key", key).code == 0
+    settings = campaign / "campaign.yaml"
+    settings.write_text(f"{settings.read_text()}\ntrusted: ['{public}']\n")
+    assert command(capsys, "assemble", campaign).code == 0
+    draw = "sample", campaign, "house", "--steps", "1", "--out", campaign / "x.png"
+    assert command(capsys, *draw).code == 0
+    # Whoever can write there puts another's expert into it, and makes all hashes agree.
+    (campaign / "ensemble/experts/0/card.json.sig").unlink()
+    refused(command(capsys, *draw), "ensemble/experts/0/card.json is unsigned")
+    refused(command(capsys, "evaluate", campaign, "--samples", "2"), "card.json is unsigned")
+
+
+@pytest.mark.parametrize("part", ["scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json"])
+def test_a_signed_export_that_lost_a_file_is_refused(
+    part: str, campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
+) -> None:
+    signed = tmp_path / "signed"
+    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--key", key).code == 0
+    (signed / part).unlink()
+    for opened in (AtollPipeline.from_pretrained, Model.load):
+        with pytest.raises(StoreError, match=f"{part} is missing"):
+            opened(signed, trusted=[public])
+
+
 def test_an_export_is_signed_and_its_signature_fits_no_other(
     campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Outcome:
         """What holds of every input: no hang, no traceback, no act and no change outside."""
         assert self.code is not None, f"still running: {self.said}"
         assert "Traceback" not in self.said, self.said
+        # tqdm's bars go up a line.
+        assert not re.search("\x1b(?!\\[A)|[\u202a-\u202e]", self.said), "a terminal would obey it"
         assert self.code in (0, 2, 75), (self.code, self.said)
         assert not self.acts, self.acts
         assert not self.changed, self.changed

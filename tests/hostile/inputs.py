@@ -215,6 +215,53 @@ for field, value in {
     row(name, set_json(CARD, **{field: value}), ASSEMBLE, "card.json")
 
 
+# Links that would be written through, and words that a terminal would obey.
+
+
+def link(place: str, name: str) -> Forge:
+    """A link to a folder of somebody else's."""
+
+    def forge(arena: Arena) -> None:
+        elsewhere = arena.folder / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        (arena / place).mkdir(parents=True, exist_ok=True)
+        (arena / place / name).symlink_to(elsewhere)
+
+    return forge
+
+
+def pipeline_folder(place: str, kind: str = "AtollPipeline") -> Forge:
+    return bytes_of(f"{place}/model_index.json", json.dumps({"_class_name": kind}).encode())
+
+
+for part in ("text_encoder", "tokenizer", "router", "scheduler", "experts"):
+    forge = both(pipeline_folder("out"), link("out", part))
+    row(f"export into a folder whose {part} is a link", forge, f"{TO} {{inside}}/out --no-picture", "a link")
+
+
+def data_path(path: str) -> Forge:
+    def forge(arena: Arena) -> None:
+        settings = arena / "fresh/campaign.yaml"
+        named = f"  path: {path.format(inside=arena.inside)} "
+        replace(settings, settings.read_bytes().replace(b"  path: data ", named.encode()))
+
+    return both(link("fresh", "data"), forge)
+
+
+for place in ("data", "{inside}/fresh/data", "./data/deeper", "{inside}/fresh/data/deeper"):
+    row(f"a data set at {place}, behind a link", data_path(place), INGEST, "runs through a link")
+row(
+    "a terminal's codes as a column's name", nothing, f"{SET} data.source={{source}}/\x1b[2Jx\u202e", "source"
+)
+for where, key, value in (
+    ("itself", "_attn_implementation", "evil/kernels"),
+    ("within", "attn_implementation", {"": "flash_attention_2"}),
+    ("deep", "text_config", {"_attn_implementation_internal": "evil/kernels:x"}),
+):
+    forge = forged(set_json("export/text_encoder/config.json", **{key: value}))
+    load(f"an attention that is fetched, named by the text encoder {where}", forge, "wants attention by")
+
+
 # Files that are not what they should be.
 
 PARTITION, COLUMN = "campaign/partition/partition.json", "campaign/data/columns/latents/column.json"

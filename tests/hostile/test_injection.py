@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atoll.base.console import say, show_messages
 from atoll.base.errors import ConfigError, StoreError
 from atoll.launch.slurm import _quoted
 from atoll.model.model_card import model_card
@@ -50,6 +51,12 @@ def test_a_model_card_shows_words_and_obeys_none() -> None:
 def test_an_option_of_sbatch_is_one_line() -> None:
     with pytest.raises(ConfigError, match="line break"):
         _quoted("--output=/a\n#SBATCH --wrap=evil")
+
+
+def test_no_message_steers_a_terminal(capsys: Capture) -> None:
+    show_messages()
+    say("a\x1b[2Jb\u202e\nc")
+    assert capsys.readouterr().out == "a?[2Jb?\nc\n"
 
 
 def test_a_link_out_of_a_source_is_a_reject(arena: Arena) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-from atoll.base.text import duration
+from atoll.base.text import duration, printable
 
 LOG = logging.getLogger("atoll")
 
@@ -21,7 +21,8 @@ def say(message: str) -> None:
 class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # With its newline in one write: print makes two, and another process's line would come between them.
-        print(f"{record.getMessage()}\n", end="", flush=True)
+        text = "".join(f"{printable(line)}\n" for line in record.getMessage().split("\n"))
+        print(text, end="", flush=True)
 
 
 def show_messages() -> None:
@@ -75,6 +76,6 @@ class Progress:
         text = f"{self.name}: {bar} {done:,}/{self.total:,} {self.unit}, {rate}, {left} left"
         text += f"  {note}" if note else ""
         if self._terminal:
-            print("\r\x1b[2K" + text, end="\n" if finished else "", flush=True)
+            print("\r\x1b[2K" + printable(text), end="\n" if finished else "", flush=True)
         else:
             say(text)

@@ -1,14 +1,35 @@
 """The sample stage: prompts in, pictures out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
 from atoll.base.pictures import picture_place
 from atoll.campaign.folder import Campaign
+from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.pictures import Pictures
+
+
+def campaign_model(
+    campaign: Campaign,
+    name: str = "ensemble",
+    device: torch.device | str = "cpu",
+    generation: Generation | None = None,
+    trusted: Collection[str] | None = None,
+    **options: Any,
+) -> Model:
+    """`Model.load` by a campaign's settings: of `sampling`, `encoders`, and `trusted` beside those given."""
+    config = campaign.config
+    if config.trusted:
+        trusted = {*config.trusted, *(trusted or ())}
+    options = {"residency": config.sampling.residency, "encoders": config.encoders, **options}
+    generation = generation or config.sampling
+    return Model.load(campaign.store, name, device=device, generation=generation, trusted=trusted, **options)
 
 
 def sample_campaign(
@@ -24,11 +45,10 @@ def sample_campaign(
     Prompts are texts, or class labels as numbers; none for an unconditional model. `name` is `ensemble`,
     `monolith`, `student` or `pretrain`.
     """
-    settings, encoders = campaign.config.sampling, campaign.config.encoders
-    settings.routing.check(campaign.config.partition.k)
+    campaign.config.sampling.routing.check(campaign.config.partition.k)
     for place in out:  # said before the work, not after it
         picture_place(place)
-    model = Model.load(campaign.store, name, settings.residency, named_device(device), settings, encoders)
+    model = campaign_model(campaign, name, named_device(device))
     # A command has the machine to itself, where a training has the threads that make its bits the same.
     with using_threads(0):
         drawn = model(prompts, count)

@@ -280,17 +280,18 @@ def watch(campaign: Campaign, every: float, as_json: bool) -> CampaignStatus | N
     """Print it again and again, until all runs are published or somebody interrupts; the last status."""
     observer, status = Observer(campaign), None
     # Clearing the screen is for a terminal: in a file or a pipe the codes would be noise.
-    head = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+    head = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not as_json else ""
     try:
         while True:
             try:
                 status = observer.read()
                 text = [*lines(status), "", time.strftime("%H:%M:%S"), ""]
-                say(json.dumps(status.to_json()) if as_json else head + "\n".join(text))
+                print(head, end="")
+                say(json.dumps(status.to_json()) if as_json else "\n".join(text))
                 if status.finished:
                     return status
             except StoreError as error:  # it may come back
-                print(f"warning: {error}", file=sys.stderr, flush=True)
+                print(printable(f"warning: {error}"), file=sys.stderr, flush=True)
             time.sleep(every)
     except KeyboardInterrupt:
         return status

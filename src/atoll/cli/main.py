@@ -15,6 +15,7 @@ import click
 from atoll.base.console import say, show_messages
 from atoll.base.errors import INTERRUPTED, AtollError, PeerFailed, first_line
 from atoll.base.preemption import ends_with_run, exit_process
+from atoll.base.text import printable
 from atoll.campaign.roles import BESIDE, RUNS
 from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import (
@@ -421,13 +422,13 @@ def run_command(run: Callable[[], Any]) -> int:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
         code = int(getattr(error, "exit_code", 2))
-        click.echo(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}", err=True)
+        click.echo(printable(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}"), err=True)
         return code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        click.echo(printable(f"error: {' '.join(error.format_message().split())}"), err=True)
         return 2
     # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
@@ -450,7 +451,7 @@ def run_command(run: Callable[[], Any]) -> int:
         except OSError:
             traceback.print_exc()
             written = "above"
-        click.echo(f"error: {_unexpected(error)} (traceback: {written})", err=True)
+        click.echo(printable(f"error: {_unexpected(error)} (traceback: {written})"), err=True)
         return 1
     return 0
 

@@ -23,12 +23,12 @@ from atoll.base.table import Table, text
 from atoll.base.text import many
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
+from atoll.campaign.sample import campaign_model
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
 from atoll.curate.aesthetics.stages import MEAN
 from atoll.curate.audit import COUNTS, ConceptCounts, caption_hits, vocabulary_of
 from atoll.data.dataset import DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
-from atoll.model.model import Model
 
 F64 = NDArray[np.float64]
 RESULTS = "reports/concepts/tail.csv"
@@ -219,9 +219,7 @@ def evaluate_stage(
     for name in models:
         kind, _, routing = name.partition(":")
         settings = campaign.config.sampling.with_(**(generation or {}), routing=routing or None)
-        model = Model.load(
-            campaign.store, kind, settings.residency, own_device(), settings, campaign.config.encoders
-        )
+        model = campaign_model(campaign, kind, own_device(), settings)
         if model.card.condition != "text":
             raise ConfigError(f"{name} is not conditioned on text", "concepts are asked for by prompts")
         texts = [t.format(counts.concepts[number]) for number in concepts for t in prompts.templates]

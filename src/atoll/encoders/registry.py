@@ -132,6 +132,19 @@ def check_known(name: str, allowed: Collection[str]) -> None:
         )
 
 
+def check_attention(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config of transformers that wants attention by other code than torch's, perhaps fetched."""
+    for key, value in config.items():
+        if "attn_implementation" in key:
+            for wanted in value.values() if isinstance(value, dict) else [value]:
+                if wanted not in (None, "eager", "sdpa"):
+                    raise ConfigError(
+                        f"{where} wants attention by {str(wanted)[:100]!r}", "take eager or sdpa"
+                    )
+        elif isinstance(value, dict):
+            check_attention(value, where)
+
+
 # A constant beyond this is a slip or an attack, and would only show as NaN in every picture.
 Constant = Annotated[float, Field(ge=-(10**6), le=10**6)]
 

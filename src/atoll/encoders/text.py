@@ -15,7 +15,16 @@ from atoll.base.device import encoding_precision
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.base.imports import lean_imports
-from atoll.encoders.registry import JOIN, KNOWN, PROJECTED, SUFFIXES, TOWERS, loading, weights_hash
+from atoll.encoders.registry import (
+    JOIN,
+    KNOWN,
+    PROJECTED,
+    SUFFIXES,
+    TOWERS,
+    check_attention,
+    loading,
+    weights_hash,
+)
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
 LONGEST_PROMPT = 512
@@ -300,6 +309,7 @@ def _config(name: str, whole: bool = False) -> tuple[Any, str]:
     with lean_imports(), loading("text encoder", name, _FIX):
         import transformers
 
+        check_attention(transformers.PretrainedConfig.get_config_dict(location)[0], name)
         config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")

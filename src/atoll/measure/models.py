@@ -16,6 +16,7 @@ from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import SINGLE
+from atoll.campaign.sample import campaign_model
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
@@ -112,8 +113,7 @@ def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     """A model of a campaign as it was published; its weights are loaded when it first draws."""
     if name != ENSEMBLE and name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
-    sampling = campaign.config.sampling
-    model = Model.load(campaign.store, name, sampling.residency, device, sampling, campaign.config.encoders)
+    model = campaign_model(campaign, name, device)
     if name != ENSEMBLE:
         return Candidate(name, {name: model.card.weights_sha256}, model)
     content = read_manifest(campaign.store)

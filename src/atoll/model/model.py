@@ -24,7 +24,7 @@ from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.checkpoint import Checkpoint
+from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.dispatch import Costs, Networks, Trace
 from atoll.model.folder import (
     MANIFEST,
@@ -95,8 +95,8 @@ class Model:
                 others are brought when they are needed.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
-            trusted: public keys, one of which must have signed the exported folder or the one network; None
-                takes unsigned too.
+            trusted: public keys, one of which must have signed the exported folder, each part of a campaign's
+                ensemble, or the one network; None takes unsigned too.
         """
         if isinstance(source, Store):
             store = source
@@ -110,14 +110,15 @@ class Model:
                 raise ConfigError(f"there is no model {name!r}", fix)
             network = Checkpoint.of_run(store, name)
             if trusted is not None:
-                check_trusted(store, f"{network.prefix}/card.json", trusted)
+                check_trusted(store, f"{network.prefix}/{CARD}", trusted)
             model = cls(lambda: Bank([network.expert(device, dtype=dtype)]), network.card, device, generation)
             model._allowed = encoders
             return model
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
-        if trusted is not None:
-            check_trusted(store, f"{prefix}{MANIFEST}", trusted)
         content = read_manifest(store, prefix)
+        if trusted is not None:  # what a campaign has put together is signed by its parts' makers
+            for signed in [f"{prefix}{part}/{CARD}" for part in content.parts] if prefix else [MANIFEST]:
+                check_trusted(store, signed, trusted)
         parts = content.checkpoints(store, prefix)
         experts = {number: parts[f"experts/{number}"] for number in content.experts}
         absent = [number for number in range(content.k) if number not in experts]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.safe_parse import LARGEST, expanded, read_json
-from atoll.encoders.registry import COMPONENTS, SUFFIXES
+from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_attention
 from atoll.model.card import REMEDY, Card, check_place, check_together
-from atoll.model.checkpoint import PICKLES, Checkpoint, check_safetensors
+from atoll.model.checkpoint import CONFIG, PICKLES, Checkpoint, check_safetensors
 from atoll.model.folder import (
     BANK,
     EXPERTS,
@@ -123,6 +123,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
                 raise ConfigError(f"{path} has no place in {name}/, and is not read", "remove it")
             if path.suffix == ".safetensors":
                 check_safetensors(path)
+            if path.name == CONFIG:
+                check_attention(read_tree(path), str(path))
     defaults_in(index, {})
 
     # The manifest, and the cards of the parts that were asked for.
@@ -146,10 +148,11 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         if not (root / name).is_dir():
             raise StoreError(f"{root} has no {name} (no folder {name}/)", REMEDY)
     entries = {entry.path: entry for entry in manifest.files}
-    paths = [MODEL_INDEX, f"experts/{EXPERTS}", *(key for name in components for key in files.list(name))]
-    for name in paths:
-        if name not in entries:
-            raise StoreError(f"{root / name} is not listed in {MANIFEST}", REMEDY)
+    paths = {MODEL_INDEX, f"experts/{EXPERTS}", *(key for name in components for key in files.list(name))}
+    for name in paths - {*entries}:
+        raise StoreError(f"{root / name} is not listed in {MANIFEST}", REMEDY)
+    for name in {name for name in entries if name.split("/")[0] in components} - paths:
+        raise StoreError(f"{root / name} is missing", REMEDY)
     with hashers() as pool:
         list(pool.map(lambda path: check_file(files, "", entries[path]), paths))
     encoders = tuple(name for name in components if name != "scheduler")
@@ -165,6 +168,9 @@ def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
         raise ConfigError(f"{root} is a file", "give a folder")
     index = root / MODEL_INDEX
     held = read_tree(index).get("_class_name") if index.is_file() else None
+    for path in root.rglob("*"):  # libraries write into it, which follow links
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link, and would be written through", "remove it")
     # Parts that are not of this pipeline are removed on writing: a wrong path must not cost a folder.
     if root.is_dir() and any(root.iterdir()) and held != kind:
         raise ConfigError(f"{root} holds something else", "give a new folder")

@@ -31,6 +31,7 @@ from atoll.campaign.card_facts import COMPARISON, prompts
 from atoll.campaign.folder import FROZEN, Campaign
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE
+from atoll.campaign.sample import campaign_model
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST
 from atoll.model.generation import Generation
@@ -363,8 +364,10 @@ def open_app(
         if store.exists(COMPARISON) and campaign.config.condition == "text":
             about["examples"] = prompts(campaign, 3)
         # A comparison side by side is fair only if all models draw with the same steps and guidance.
-        load = partial(load, generation=campaign.config.sampling, encoders=campaign.config.encoders)
-    engine = Engine({name: partial(load, store, name) for name in names}, settings, Metrics())
+        load = partial(campaign_model, campaign, **load.keywords)
+    else:
+        load = partial(load, store)
+    engine = Engine({name: partial(load, name) for name in names}, settings, Metrics())
     return create_app(engine, settings, keys, **about), engine
 
 

@@ -68,6 +68,16 @@ def resolve(base: str, path: str) -> str:
     return f"{scheme}://{bucket}" if joined == "." else f"{scheme}://{bucket}/{joined}"
 
 
+def resolve_own(base: str, path: str) -> str:
+    """As `resolve`, of what is written: refuse a path below `base` that runs through a link out of it."""
+    found = resolve(base, path)
+    if not is_url(found):
+        root, named = Path(base).absolute(), os.path.normpath(Path(base).absolute() / expanded(path))
+        if Path(named).is_relative_to(root) and not Path(found).is_relative_to(root.resolve()):
+            raise StoreError(f"{named} runs through a link that leads to {found}", "name that place itself")
+    return found
+
+
 def local_path(location: str | Path) -> Path | None:
     """The absolute local path of a location; None if it is not on this machine's disk."""
     if not is_url(location):

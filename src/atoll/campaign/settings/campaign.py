@@ -25,7 +25,7 @@ from atoll.model.generation import Generation, Residency
 from atoll.model.routing import PRETRAIN, Routing
 from atoll.networks.pipelines import check_settings
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
-from atoll.store.location import resolve
+from atoll.store.location import resolve, resolve_own
 
 C = TypeVar("C", bound=Config)
 LARGE_STATES = 10**12
@@ -352,7 +352,7 @@ class CampaignConfig(Config):
 
     def data_path(self, campaign: str) -> str:
         """The data set's folder or URL, for a campaign at this folder or URL."""
-        return resolve(campaign, self.data.path)
+        return resolve_own(campaign, self.data.path)
 
     def source(self, campaign: str) -> str | dict[str, SourceConfig] | None:
         """What to ingest, for a campaign at this folder or URL: `glyphs`, absolute paths or URLs."""
