@@ -135,7 +135,7 @@ def test_scores_that_do_not_fit_are_refused(campaign: Path, said: Said):
         (table.set_column(1, "MetaVoter", pa.array([7.5] * len(table))), "is 7.5"),
         (table.set_column(1, "MetaVoter", pa.array([float("nan")] * len(table))), "is nan"),
         (table.select(["id"]), "columns of scores"),
-        (table.drop(["id"]), "needs a column 'id'"),
+        (table.drop(["id"]), "has no column 'id'"),
     ):
         pq.write_table(wrong, campaign / "wrong.parquet")
         refused(said("aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), words)

@@ -532,3 +532,117 @@ for name, forge, word in (
     ("that is deep JSON", both(scorer(), bytes_of("source/scorer/scorer.json", DEEP)), "scorer.json"),
 ):
     row(f"scorer {name}", forge, SCORE, word)
+
+
+# Tables and lists of what is in the pictures, and of how good they are.
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    data = io.BytesIO()
+    pq.write_table(table, data)
+    return data.getvalue()
+
+
+NESTED = b'{"id": ' + DEEP + b', "concept": "a"}\n'
+TABLES = {
+    "deep.json": (NESTED, "is no parquet"),
+    "digits.jsonl": (b'{"id": %s, "concept": "a", "score": 0.5}\n' % DIGITS, "is no parquet"),
+    "lists.jsonl": (b'{"id": [1], "concept": [[1]], "score": 1}\n', "has no column"),
+    "number.json": (b"5\n", "is no parquet"),
+    "null.json": (b"null\n", "is no parquet"),
+    "twice.csv": (b"id,id,concept,concept,score\n1,1,a,a,0.5\n", "two columns have one name"),
+    "head.csv": (b"id,concept,score\n", "holds no rows"),
+    "empty.csv": (b"", "is no parquet"),
+    "latin.csv": (b"id,concept,score\n\xff\xfe,\xff\xfe,0.5\n", "has no column"),
+    "nul.csv": (b"\0\0\0\0\0\0", "is no parquet"),
+    "struct.parquet": (
+        parquet_bytes(pa.table({"id": [{"a": 1}], "concept": [{"a": 1}], "score": [0.5]})),
+        "has no column",
+    ),
+    "bytes.parquet": (
+        parquet_bytes(pa.table({"id": [b"\xff"], "concept": [b"\xff"], "score": [0.5]})),
+        "has no column",
+    ),
+    "cut.parquet": (parquet_bytes(pa.table({"id": ["a"], "concept": ["a"]}))[:-9], "is no parquet"),
+}
+FIT = "concepts fit --counts {{inside}}/{0} --results {{inside}}/{0} --out {{inside}}"
+FROM = "aesthetics score {{campaign}} --from {{inside}}/{0}"
+for n, (name, (data, word)) in enumerate(TABLES.items()):
+    for m, argv in enumerate((FIT, FROM)):
+        table_row = bytes_of(name, data), argv.format(name), word
+        row(f"{argv.split()[0]}: a table {name}", *table_row, slow=(n + m) % 2 > 0)
+
+
+def device(place: str) -> Forge:
+    return lambda arena: (arena / place).symlink_to("/dev/zero")
+
+
+INDEX_OF = "concepts index {campaign} --vocabulary {inside}/x.txt"
+LISTS = {
+    "a vocabulary": INDEX_OF,
+    "counts": FIT.format("x.txt"),
+    "scores": FROM.format("x.txt"),
+    "a scale": "aesthetics train {inside}/x.txt --scale {inside}/x.txt --out {inside}/s",
+    "an opt-out": "partition {campaign} --opt-out {inside}/x.txt",
+    "prompts": "sample {campaign} --prompts {inside}/x.txt",
+    "GPUs": "plan {campaign} --table {inside}/x.txt",
+}
+for n, (name, argv) in enumerate(LISTS.items()):
+    row(f"a pipe as {name}", pipe("x.txt"), argv, "x.txt is no file")
+    row(f"a device without an end as {name}", device("x.txt"), argv, "x.txt is no file", slow=n > 1)
+
+
+# What would take without end.
+
+
+def many_files(arena: Arena) -> None:
+    for number in range(20_001):
+        (arena / f"export/tokenizer/{number}.txt").touch()
+
+
+def circle(arena: Arena) -> None:
+    for mine, other in (("g1.txt", "l.txt"), ("l.txt", "g1.txt")):
+        link_to(mine, other)(arena)
+
+
+def million(arena: Arena) -> None:
+    entry = b'":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = b"{" + b",".join(b'"%d%s' % (n, entry) for n in range(200_000)) + b"}"
+    replace(arena / f"export/router/{WEIGHTS}", len(header).to_bytes(8, "little") + header)
+
+
+def pax(arena: Arena) -> None:
+    info = tarfile.TarInfo("0.png")
+    info.pax_headers = {"comment": "1" * 2**18}
+    replace(arena / "source.tar", info.tobuf(tarfile.PAX_FORMAT) + bytes(10_240))
+
+
+LEAVES = [{"name": "0"}, *({"name": str(n), "parent": str(n - 1)} for n in range(1, 3_000))]
+SPACES = " " * 100_000
+load("a part of many files", many_files, "holds more than")
+load("a million tensors of nothing", forged(million), "is damaged, or no safetensors")
+for key, value in {"sample_size": 20_000, "pos_embed_max_size": 100_000}.items():
+    grid = both(set_json(CONFIG, **{key: value}), lambda arena: agree(arena / "export", arena / CONFIG))
+    load(f"{key} of {value}", grid, f"{key} is {value}")
+for key, value in {"num_hidden_layers": 10**5, "num_layers": 10**9, "vocab_size": 10**12}.items():
+    load(
+        f"a text encoder of {key} {value}",
+        forged(set_json("export/text_encoder/config.json", **{key: value})),
+        key,
+    )
+row("links that lead in a circle", circle, INGEST)
+row("tar: a header of digits", pax, TAR, DAMAGED)
+row("scorer of a chain of leaves", scorer(scale={"dimensions": LEAVES}), SCORE, "scorer.json")
+for name, keep in {
+    "spaces": f"a{SPACES}",
+    "brackets": f"a in {'(' * 10_000}",
+    "words": f"{SPACES}>= x",
+}.items():
+    ROWS.append(
+        Row(
+            f"a condition of {name}",
+            nothing,
+            ("data", "filter", "{campaign}", "--keep", keep),
+            ("no condition",),
+        )
+    )

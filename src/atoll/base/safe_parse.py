@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any
 
 import yaml
@@ -62,14 +63,31 @@ def read_yaml(text: bytes | str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML ({reason[:200]})", "correct it, or quote it") from None
 
 
-def read_lines(path: Path) -> list[str]:
-    """Lines of a text file; `DataError` where it cannot be read."""
+def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+    """A file in whole; `DataError` where it cannot be read, is no file, or has more bytes."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        # A pipe would wait for its writer, and a device has no end.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not S_ISREG((state := os.fstat(file.fileno())).st_mode):
+                raise DataError(f"{path} is no file", "give a file")
+            if state.st_size > most:
+                raise DataError(f"{path} has {state.st_size:,} bytes", f"give at most {most:,}")
+            return file.read(state.st_size)  # of what grows meanwhile, what it was
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from None
+
+
+def read_text(path: Path, most: int = LARGEST) -> str:
+    """A UTF-8 text file in whole; `DataError` where it is none, as `read_bytes`."""
+    try:
+        return read_bytes(path, most).decode()
     except UnicodeDecodeError:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "give a text file") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file, as `read_text`."""
+    return read_text(path).splitlines()
 
 
 def _normalised(path: str) -> str:

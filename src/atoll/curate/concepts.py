@@ -18,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import ArrayLike
-from pyarrow import csv, json
+from pyarrow import csv
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError, first_line
 from atoll.base.format import File
 from atoll.base.hashing import digest, sha256
+from atoll.base.safe_parse import read_bytes, read_json
 from atoll.base.text import NO_NOUNS, words_of
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
@@ -33,6 +34,8 @@ Match = Literal["phrase", "words"]
 MOST_FORMS = 256
 """Ways to write one concept, beyond which only its last word is inflected."""
 LONGEST = 200
+MOST_BYTES = 2**32
+"""Of a table."""
 COMMON = 0.8
 """Share of captions above which a noun is no concept: it distinguishes no caption from another."""
 
@@ -257,11 +260,7 @@ def write_hits(
 
 def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagger, Hits]:
     """Tags of a parquet file: `id` of the row, `concept`, and `probability` (1 where there is none)."""
-    table = read_table(path)
-    for name in ("id", "concept"):
-        if name not in table.column_names:
-            fix = "tags need id, concept and, if known, probability"
-            raise DataError(f"{path} has no column {name!r}", fix)
+    table = read_table(path, "id", "concept")
     ids, names = table["id"].to_pylist(), table["concept"].to_pylist()
     given = table["probability"].to_pylist() if "probability" in table.column_names else [1.0] * len(ids)
     # Rows and concepts that this data set does not know are passed over: a tagger's file may cover more.
@@ -283,22 +282,43 @@ def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagg
     def hits(shard: int) -> list[dict[int, float]]:
         return [rows.get(row, {}) for row in range(int(bounds[shard]), int(bounds[shard + 1]))]
 
-    return {"name": "imported", "tags": sha256(path.read_bytes()), "other rows": strangers}, hits
+    return {"name": "imported", "tags": sha256(path), "other rows": strangers}, hits
 
 
-def read_table(path: Path) -> pa.Table:
-    """A parquet, CSV or JSON-lines file; `DataError` where it is none of them."""
+def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
+    """A parquet, CSV or JSON-lines file: its columns of texts, numbers and, with `lists`, their lists.
+
+    `DataError` where it is none of them, holds no rows, or lacks a column, or has two of one name.
+    """
+    data, known = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
     try:
         if path.suffix == ".csv":
-            return csv.read_csv(path)
-        if path.suffix in (".json", ".jsonl"):
-            return json.read_json(path)
-        return read_parquet(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or first_line(error)}", "check it") from None
-    except (pa.ArrowException, ValueError) as error:
-        known = "parquet, CSV or JSON lines"
+            table = csv.read_csv(pa.BufferReader(data))
+        elif path.suffix in (".json", ".jsonl"):
+            # Not by pyarrow, which deep lines crash.
+            table = pa.Table.from_pylist([read_json(line) for line in data.splitlines() if line.strip()])
+        else:
+            table = read_parquet(data)
+        names = table.column_names
+        if len({*names}) < len(names):
+            raise ValueError("two columns have one name")
+        kinds = {
+            field.name: field.type.value_type
+            if pa.types.is_dictionary(field.type) or (lists and pa.types.is_list(field.type))
+            else field.type
+            for field in table.schema
+        }
+        are = pa.types.is_primitive, pa.types.is_string, pa.types.is_large_string
+        table = table.select([name for name, kind in kinds.items() if any(is_(kind) for is_ in are)])
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError, TypeError, AttributeError, OverflowError, OSError) as error:
         raise DataError(f"{path} is no {known} ({first_line(error)[:120]})", f"give {known}") from None
+    if not len(table):
+        raise DataError(f"{path} holds no rows", f"give {known} with rows")
+    for name in needed:
+        if name not in table.column_names:
+            raise DataError(f"{path} has no column {name!r} of texts or numbers", "name it so")
+    return table
 
 
 def numeric(table: pa.Table) -> list[str]:

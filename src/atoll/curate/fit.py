@@ -144,7 +144,7 @@ def fit_stage(
     Both tables have `concept`. Other columns of words that both have, such as a data set's name, join them
     too. `DataError` where a table or column is missing, or too few concepts are in both.
     """
-    tables = [read_table(path) for path in (counts, results)]
+    tables = [read_table(path, "concept") for path in (counts, results)]
 
     # The rows that --where asks for.
     known = sorted({name for table in tables for name in table.column_names})
@@ -164,8 +164,6 @@ def fit_stage(
     # The column of numbers of each.
     numbers = []
     for table, named, path in zip(tables, columns, (counts, results), strict=True):
-        if "concept" not in table.column_names:
-            raise DataError(f"{path} has no column 'concept'", "name the column of the concepts so")
         there = numeric(table)
         if named is not None and named not in there:
             raise DataError(f"{path} has no numbers {named!r}", nearest(named, there))

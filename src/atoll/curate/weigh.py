@@ -34,8 +34,8 @@ Condition = Callable[[DataSet, Sequence[I64], bool], B1]
 """Of a data set, groups of rows and whether sensitive scores are allowed: rows that are kept `(rows,)`."""
 COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 # Longer signs first: `>` would match in `>=` and leave `=` to the number.
-COMPARISON = re.compile(r"\s*(.+?)\s*(>=|<=|>|<)\s*(q?)([0-9.eE+-]+)\s*")
-IN_LIST = re.compile(r"\s*(\S+)\s+(not\s+)?in\s*\((.+)\)\s*")
+COMPARISON = re.compile(r"([^<>]+?) ?(>=|<=|>|<) ?(q?)([0-9.eE+-]+)")
+IN_LIST = re.compile(r"(\S+) (not )?in ?\((.+)\)")
 OF_ROWS = ("width", "height")
 MOST = 12
 """Concepts whose loss is shown."""
@@ -48,18 +48,19 @@ def parse(text: str) -> Condition:
     source picture; with `qVALUE` the value is a share of the group's rows. `NAME in (A, B)`, or `not in`, is
     about a column of texts of `rows/*.parquet`, as `licence`.
     """
-    if listed := IN_LIST.fullmatch(text):
+    plain = " ".join(text.split())  # not by the patterns, which take ever longer for many spaces
+    if listed := IN_LIST.fullmatch(plain):
         values = tuple(value.strip() for value in listed[3].split(","))
         return lambda dataset, groups, sensitive: _listed(dataset, listed[1], values) ^ bool(listed[2])
-    parts = COMPARISON.fullmatch(text)
+    parts = COMPARISON.fullmatch(plain)
     try:
         name, compare, quantile, number = parts.groups() if parts else ("", "", "", "")
         value = float(number)
     except ValueError:
         fix = "write for example 'score >= q0.5', 'width >= 64' or 'licence in (MIT, Apache-2.0)'"
-        raise ConfigError(f"--keep {text!r} is no condition", fix) from None
+        raise ConfigError(f"--keep {text[:100]!r} is no condition", fix) from None
     if quantile and not 0 <= value <= 1:
-        raise ConfigError(f"--keep {text!r}: a quantile of {number}", "give one from 0 to 1")
+        raise ConfigError(f"--keep {text[:100]!r}: a quantile of {number[:20]}", "give one from 0 to 1")
 
     def compared(dataset: DataSet, groups: Sequence[I64], sensitive: bool) -> B1:
         if name in OF_ROWS:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from atoll.base.config import Config
-from atoll.base.errors import ConfigError, first_line
+from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.hashing import digest_tensors
 
 if TYPE_CHECKING:  # settings and cards know encoders by name, and are read without torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # settings and cards know encoders by name, and are read with
 
 JOIN = " + "
 """Between the names of several text encoders whose states are joined."""
+MOST_LAYERS = 1000
 AUTOENCODERS = ("AutoencoderDC", "AutoencoderKL", "AutoencoderTiny")
 """Of diffusers."""
 TOWERS = {
@@ -132,9 +133,11 @@ def check_known(name: str, allowed: Collection[str]) -> None:
         )
 
 
-def check_attention(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config of transformers that wants attention by other code than torch's, perhaps fetched."""
+def check_config(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config of transformers that wants endless layers, or attention by code other than torch's."""
     for key, value in config.items():
+        if isinstance(value, int) and value > (MOST_LAYERS if "layer" in key else 10**7):
+            raise ConfigError(f"{where} says that {key} is {value:,}", "fetch it again")
         if "attn_implementation" in key:
             for wanted in value.values() if isinstance(value, dict) else [value]:
                 if wanted not in (None, "eager", "sdpa"):
@@ -142,7 +145,7 @@ def check_attention(config: Mapping[str, Any], where: str) -> None:
                         f"{where} wants attention by {str(wanted)[:100]!r}", "take eager or sdpa"
                     )
         elif isinstance(value, dict):
-            check_attention(value, where)
+            check_config(value, where)
 
 
 # A constant beyond this is a slip or an attack, and would only show as NaN in every picture.
@@ -192,7 +195,9 @@ def loading(
             # diffusers passes the hub an option that the hub has dropped.
             warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
             yield
-    except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
+    except AtollError:
+        raise
+    except Exception as error:  # of a folder from outside, libraries raise what their own code raises
         reason = first_line(error).rstrip(".: ")
         raise ConfigError(f"cannot load the {kind} {name!r}: {reason}", fix) from None
     finally:

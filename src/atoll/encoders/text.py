@@ -21,7 +21,7 @@ from atoll.encoders.registry import (
     PROJECTED,
     SUFFIXES,
     TOWERS,
-    check_attention,
+    check_config,
     loading,
     weights_hash,
 )
@@ -309,7 +309,7 @@ def _config(name: str, whole: bool = False) -> tuple[Any, str]:
     with lean_imports(), loading("text encoder", name, _FIX):
         import transformers
 
-        check_attention(transformers.PretrainedConfig.get_config_dict(location)[0], name)
+        check_config(transformers.PretrainedConfig.get_config_dict(location)[0], name)
         config = transformers.AutoConfig.from_pretrained(location, trust_remote_code=False)
         if config.model_type not in TOWERS:
             raise ValueError(f"it is a {config.model_type}; known are {', '.join(TOWERS)}")

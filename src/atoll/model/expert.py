@@ -32,7 +32,8 @@ from atoll.networks.router import Router
 from atoll.store.store import Absent
 from atoll.store.tensors import DTYPES
 
-_LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+_LARGEST_HEADER = 10_000_000  # bytes: about 100,000 tensors
+LARGEST_GRID = 512  # patches to a side, of which a class makes a table of positions
 
 
 @dataclass
@@ -248,6 +249,10 @@ def build_network(
         for key, value in config.items():
             if ("layers" in key or "depth" in key) and isinstance(value, int) and value > len(weights):
                 raise ValueError(f"{key} is {value}")
+        patch = config.get("patch_size") or 1
+        for key in ("sample_size", "pos_embed_max_size"):
+            if (config.get(key) or 0) // (patch if key == "sample_size" else 1) > LARGEST_GRID:
+                raise ValueError(f"{key} is {config[key]}")
         with lean_imports(), torch.device("meta"):
             network = load(config)
         # Some settings are not looked at before their use, when a picture is drawn.

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.safe_parse import LARGEST, expanded, read_json
-from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_attention
+from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_config
 from atoll.model.card import REMEDY, Card, check_place, check_together
 from atoll.model.checkpoint import CONFIG, PICKLES, Checkpoint, check_safetensors
 from atoll.model.folder import (
@@ -36,6 +37,8 @@ from atoll.store.manifest import check_file
 from atoll.store.signatures import SUFFIX, check_trusted
 from atoll.store.store import Store
 
+MOST_FILES = 20_000
+"""Of a part of the folder."""
 Chosen = Literal["auto"] | Sequence[int]
 
 
@@ -116,7 +119,10 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
                 f"take one of a known class: {known}",
             )
         # Files that libraries might take for code, for pickled weights, or for a pipeline of its own.
-        for path in sorted((root / name).rglob("*")):
+        inside = [*islice((root / name).rglob("*"), MOST_FILES + 1)]
+        if len(inside) > MOST_FILES:
+            raise ConfigError(f"{root / name} holds more than {MOST_FILES:,} files", "export it again")
+        for path in sorted(inside):
             if path.suffix in PICKLES:
                 raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
             if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
@@ -124,7 +130,7 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
             if path.suffix == ".safetensors":
                 check_safetensors(path)
             if path.name == CONFIG:
-                check_attention(read_tree(path), str(path))
+                check_config(read_tree(path), str(path))
     defaults_in(index, {})
 
     # The manifest, and the cards of the parts that were asked for.

@@ -11,12 +11,12 @@ from typing import Self
 
 import torch
 from PIL import Image
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from atoll.base.config import Config
-from atoll.base.errors import ConfigError, DataError
-from atoll.base.safe_parse import read_yaml
+from atoll.base.errors import DataError
+from atoll.base.safe_parse import LARGEST_YAML, read_text, read_yaml
 from atoll.curate.concepts import read_table
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
@@ -46,7 +46,7 @@ class Scale(Config):
     """To a question for the whole; ends with the level."""
     levels: dict[str, float] = {"bad": 0.0, "poor": 0.25, "fair": 0.5, "good": 0.75, "excellent": 1.0}
     """Words, and the score that each stands for."""
-    dimensions: tuple[Dimension, ...]
+    dimensions: tuple[Dimension, ...] = Field(max_length=256)
     """In the order of the scores."""
 
     @model_validator(mode="after")
@@ -77,11 +77,7 @@ class Scale(Config):
         if name == HUMAN:
             text = resources.files(__package__).joinpath("human.yaml").read_text(encoding="utf-8")
         else:
-            try:
-                text = Path(name).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                fix = f"give {HUMAN}, or a YAML file"
-                raise ConfigError(f"cannot read the scale {name!r} ({error})", fix) from None
+            text = read_text(Path(name), LARGEST_YAML)
         return cls.parse(read_yaml(text, name), name)
 
     @property
@@ -169,7 +165,7 @@ def read_labels(
     `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`, rows of one group
     stay together. `DataError` names what is missing, of wrong length, out of bounds or unknown.
     """
-    table = read_table(path)
+    table = read_table(path, lists=True)
 
     # The pictures, by a path or by the row of a data set.
     if "image" in table.column_names:

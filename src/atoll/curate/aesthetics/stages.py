@@ -71,10 +71,10 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
 
     `DataError` for no `id` or numbers, rows of the data set without scores, or one outside [0, 1].
     """
-    dataset, table = campaign.dataset(), read_table(path)
+    dataset, table = campaign.dataset(), read_table(path, "id")
     names = [name for name in numeric(table) if name != "id"]
-    if "id" not in table.column_names or not names:
-        raise DataError(f"{path} needs a column 'id' and columns of scores", "name them so")
+    if not names:
+        raise DataError(f"{path} has no columns of scores", "give one or more of numbers")
     row_of = {str(id_): row for row, id_ in enumerate(table["id"].to_pylist())}
     if missing := [id_ for id_ in dataset.ids if id_ not in row_of]:
         what = f"{path} lacks {len(missing):,} of {len(dataset):,} rows, {missing[0]!r} first"
@@ -87,7 +87,7 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         row, number = wrong[0]
         what = f"{path}: {names[number]} of {dataset.ids[row]!r} is {values[row, number]:g}"
         raise DataError(what, "bring scores to 0 to 1")
-    producer = {"name": "imported", "table": sha256(path.read_bytes()), "scores": names}
+    producer = {"name": "imported", "table": sha256(path), "scores": names}
     producer["sensitive"] = [n for n in sensitive if n in names]
     return _reported(campaign, dataset.write_values(COLUMN, producer, values))
 

@@ -9,6 +9,7 @@ import csv
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any
@@ -97,7 +98,8 @@ class FolderSource(Source):
 
     def _check(self, path: Path) -> int:
         """Size of a file of the folder; a pipe may never end, a link may lead to secrets."""
-        if path.is_symlink() and not path.resolve().is_relative_to(self.folder.resolve()):
+        # `Path.resolve` raises where links lead in a circle.
+        if path.is_symlink() and not Path(realpath(path)).is_relative_to(realpath(self.folder)):
             raise _NotTakenError("link out of the folder")
         state = path.stat()
         if not S_ISREG(state.st_mode):
