@@ -82,6 +82,7 @@ def _vae(folder: Path, **changes: Any) -> None:
     small_vae(folder / "vae", **changes)
 
 
+BLOCKS = {"down": "DownEncoder", "up": "UpDecoder"}
 ALPHA = {"latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": None}
 JOINT = {"latent_channels": 16, "scaling_factor": 1.5305, "shift_factor": 0.0609}
 SHAPE = {"num_attention_heads": 2, "attention_head_dim": 8}
@@ -117,6 +118,20 @@ def pixart(folder: Path, pipeline: str = "PixArtAlphaPipeline", **changes: Any) 
 def sigma(folder: Path) -> Path:
     """PixArt-alpha/PixArt-Sigma-XL-2-1024-MS: SDXL's autoencoder, positions at half of the distance."""
     return pixart(folder, "PixArtSigmaPipeline", interpolation_scale=2, use_additional_conditions=False)
+
+
+def alpha(folder: Path) -> Path:
+    """PixArt-alpha/PixArt-XL-2-1024-MS: told of sizes and aspects, with positions at half of the distance."""
+    made = pixart(
+        folder, sample_size=128, interpolation_scale=2, num_attention_heads=3, cross_attention_dim=24
+    )
+    _vae(
+        folder,
+        **ALPHA,
+        **{f"{way}_block_types": (f"{kind}Block2D",) * 4 for way, kind in BLOCKS.items()},
+        block_out_channels=(8,) * 4,
+    )  # of factor 8, as the embedding of sizes is
+    return made
 
 
 def sd3(folder: Path) -> Path:
@@ -171,6 +186,7 @@ def schnell(folder: Path) -> Path:
 MADE: Mapping[str, Callable[[Path], Path]] = {
     "dit": dit,
     "pixart": pixart,
+    "alpha": alpha,
     "sigma": sigma,
     "sd3": sd3,
     "dev": flux,
@@ -178,12 +194,13 @@ MADE: Mapping[str, Callable[[Path], Path]] = {
 }
 
 
-def pictures(path: Path, rows: int = 24) -> Path:
-    """A parquet file of captioned pictures with labels up to 999."""
+def pictures(path: Path, rows: int = 24, wide: bool = False) -> Path:
+    """A parquet file of captioned pictures with labels up to 999; every other one may be twice as wide."""
     source, table = np.random.default_rng(0), dict[str, list[Any]](image=[], text=[], label=[])
     for row in range(rows):
         data = io.BytesIO()
-        Image.fromarray(source.integers(0, 255, (SIZE, SIZE, 3), dtype=np.uint8)).save(data, "PNG")
+        width = SIZE * (1 + (wide and row % 2))
+        Image.fromarray(source.integers(0, 255, (SIZE, width, 3), dtype=np.uint8)).save(data, "PNG")
         table["image"].append(data.getvalue())
         table["text"].append(CAPTIONS[row % len(CAPTIONS)])
         table["label"].append(999 if row < 4 else row)

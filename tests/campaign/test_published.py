@@ -31,11 +31,12 @@ from helpers import command, merged, partitioned, refused, write_campaign
 from helpers_export import text_tower
 from published import MADE, SIZE, loaded, pictures
 
-NOISE, JOINT = ("dit", "pixart", "sigma"), ("sd3", "dev", "schnell")
+NOISE, JOINT = ("dit", "pixart", "alpha", "sigma"), ("sd3", "dev", "schnell")
+ASPECTS = (64, 64), (64, 128)
 STEPS, GUIDANCE, PROMPTS = 4, 3.0, ["a red square", "two tall houses"]
-ENCODERS = {"dit": 0, "pixart": 1, "sigma": 1, "sd3": 3, "dev": 2, "schnell": 2}
-LENGTHS = {"pixart": 120, "sigma": 300, "sd3": 256, "dev": 512, "schnell": 256}
-FAMILIES = {"sigma": "pixart", "dev": "flux", "schnell": "flux"}
+ENCODERS = {"dit": 0, "pixart": 1, "alpha": 1, "sigma": 1, "sd3": 3, "dev": 2, "schnell": 2}
+LENGTHS = {"pixart": 120, "alpha": 120, "sigma": 300, "sd3": 256, "dev": 512, "schnell": 256}
+FAMILIES = {"alpha": "pixart", "sigma": "pixart", "dev": "flux", "schnell": "flux"}
 
 
 def settings_for(name: str, folder: Path, source: Path) -> dict[str, Any]:
@@ -47,6 +48,13 @@ def settings_for(name: str, folder: Path, source: Path) -> dict[str, Any]:
         "vae": str(folder / "vae"),
         "ingest": {"size": SIZE, "mode": "rgb", "label": None if encoders else "label"},
     }
+    if name == "alpha":  # two of its aspects, at a sixteenth of its sides
+        buckets = {
+            "sizes": [f"{width}x{height}" for height, width in ASPECTS],
+            "max_upscale": 99,
+            "min_rows": 1,
+        }
+        data["ingest"] |= {"size": 1024, "buckets": buckets}
     if encoders:
         data |= {"text_encoder": encoders, "text_length": LENGTHS[name]}
     return {
@@ -71,7 +79,8 @@ def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     @cache
     def made(name: str) -> tuple[Path, Model]:
         folder = tmp_path_factory.mktemp(name)
-        checkpoint, source = MADE[name](folder / "there"), pictures(folder / "rows.parquet")
+        checkpoint = MADE[name](folder / "there")
+        source = pictures(folder / "rows.parquet", wide=name == "alpha")
         campaign = partitioned(folder / "c", settings_for(name, checkpoint, source))
         adopt(campaign, str(checkpoint), 0)
         train_run(campaign, "router")
@@ -81,12 +90,14 @@ def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return made
 
 
-def ours(model: Model, prompts: list[Any], sigmas: list[float], noise: Tensor, guidance: float) -> Tensor:
+def ours(
+    model: Model, prompts: list[Any], sigmas: list[float], noise: Tensor, guidance: float, size: str | None
+) -> Tensor:
     """Atoll's pictures `(B, C, H, W)` in [0, 1] at these noise levels."""
     times = diffusers.FlowMatchEulerDiscreteScheduler()
     times.set_timesteps(sigmas=sigmas)
     times.set_begin_index(0)
-    generation = model.generation.with_(steps=len(sigmas), guidance=guidance)
+    generation = model.generation.with_(steps=len(sigmas), guidance=guidance, size=size)
     sampling = model.sampling(model.conditions(prompts), generation, noise=noise)
     latents = sampling.start(model.bank, range(len(prompts)), scheduler=times).run()
     return (model.vae.decode(latents) / 2 + 0.5).clamp(0, 1)
@@ -98,13 +109,17 @@ def same(one: Tensor, other: Any) -> None:
     torch.testing.assert_close(one, torch.as_tensor(np.asarray(other)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NOISE)
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [*((name, (SIZE, SIZE)) for name in NOISE if name != "alpha"), *(("alpha", sides) for sides in ASPECTS)],
+)
 def test_networks_of_noise_draw_what_their_pipeline_draws(
-    name: str, adopted: Callable[[str], tuple[Path, Model]]
+    name: str, sides: tuple[int, int], adopted: Callable[[str], tuple[Path, Model]]
 ) -> None:
     """By DDIM, whose steps are Euler's in the flow: at the same levels the pictures are the same."""
     folder, model = adopted(name)
-    noise = torch.randn(2, 4, SIZE // 2, SIZE // 2, generator=torch.Generator().manual_seed(1))
+    shape = [side // model.vae.factor for side in sides]
+    noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(1))
     with loaded(folder) as pipe:
         pipe.scheduler = diffusers.DDIMScheduler(clip_sample=False)
         if name == "dit":
@@ -123,8 +138,8 @@ def test_networks_of_noise_draw_what_their_pipeline_draws(
                 num_inference_steps=STEPS,
                 output_type="pt",
                 latents=noise,
-                height=SIZE,
-                width=SIZE,
+                height=sides[0],
+                width=sides[1],
                 use_resolution_binning=False,
                 clean_caption=False,
             ).images
@@ -133,7 +148,7 @@ def test_networks_of_noise_draw_what_their_pipeline_draws(
     sigmas = (sigma / (alpha + sigma)).tolist()
     start = noise / float(alpha[0] + sigma[0])
     prompts: list[Any] = ["999", "5"] if name == "dit" else PROMPTS
-    same(found, ours(model, prompts, sigmas, start, GUIDANCE))
+    same(found, ours(model, prompts, sigmas, start, GUIDANCE, f"{sides[1]}x{sides[0]}"))
 
 
 def shift_of(pipe: Any) -> float:

@@ -38,6 +38,7 @@ from helpers import (
     start,
     write_campaign,
 )
+from helpers_export import text_tower
 
 SEEDED = {"budget": {"samples": 1600, "pretrain": 0.3}}
 INIT = f"init/{WEIGHTS}"
@@ -417,6 +418,30 @@ def test_a_wrong_checkpoint_is_refused_before_any_work(
     refused(command(capsys, "launch", tmp_path / "c"), *words)
     assert not (tmp_path / "c/partition/partition.json").exists()
     assert (tmp_path / "c/data").exists() == (init == "wide")  # the data say what shapes there are
+
+
+@pytest.mark.parametrize("family", ["dit", "sd3"])
+def test_a_checkpoint_of_other_positions_is_refused_but_for_a_scale_of_choice(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, text = DataShape(1, 16, classes=2), {"text_encoder": str(text_tower(tmp_path / "text"))}
+    settings: dict[str, Any] = {"network": {"init": "there"}}
+    if family == "sd3":
+        shape = DataShape(1, 16, 16, 8)
+        settings |= {"condition": "text", "data": text | {"text_length": 8}}
+        settings["network"] |= {"family": "sd3"}
+    config = NetworkConfig.parse({"family": family, "patch": 4, "depth": 1, "heads": 2, "head_width": 16}, "")
+    initial_network(config, shape, 0).save_pretrained(tmp_path / "c/there")  # type: ignore[operator]
+    (tmp_path / "c/there/card.json").write_text('{"shape": {"pooled_width": 0}}')
+    write_campaign(tmp_path / "c", settings)
+    assert command(capsys, "data", "prepare", tmp_path / "c").code == 0
+    words = {
+        "dit": ("has positions up to 4 patches, the network up to 2: set network.interpolation_scale=0.5",),
+        "sd3": ("has another table of positions (pos_embed.pos_embed)", "pos_embed_max_size"),
+    }
+    refused(command(capsys, "partition", tmp_path / "c"), *words[family])
+    settings["network"] |= {"init": str(tmp_path / "c/there"), "interpolation_scale": 1}
+    partitioned(tmp_path / "chosen", settings)
 
 
 def test_a_folder_on_the_command_line_is_that_of_the_shell(

@@ -89,7 +89,7 @@ def router_arguments(config: CampaignConfig, shape: DataShape) -> dict[str, int]
     return {
         "num_experts": config.partition.k,
         "in_channels": shape.channels,
-        "sample_size": shape.size,
+        "sample_size": config.network.base_size(shape.size, router.patch),
         "patch_size": router.patch,
         "num_layers": router.depth,
         "num_attention_heads": router.heads,

@@ -1,6 +1,6 @@
 """A campaign on disk: opening it, freezing its settings, finding its parts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,8 +16,11 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
 from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
+from atoll.campaign.runs import Run, RunPlan, finished_origin
 from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
+from atoll.data.settings import IngestConfig
 from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
@@ -191,11 +194,17 @@ class Campaign:
         return False
 
 
-def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
-    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL."""
-    tree = read_yaml(recipe, "the recipe")
+def new(folder: str | Path, recipe: str, sets: Sequence[str], origin: str | None = None) -> str:
+    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
+
+    `origin` is a finished campaign to go on from: what the recipe does not say is as there.
+    """
+    tree, going = read_yaml(recipe, "the recipe"), origin and Campaign.open(origin)
+    tree = going_on(going, tree) if going else tree
     for assignment in sets:
         set_value(tree, _from_shell(assignment))
+    if going:
+        tree["network"].setdefault("interpolation_scale", interpolation(going, tree))
     config, own = CampaignConfig.parse(tree, "the new campaign"), local_path(folder)
     # Refuse sources that are not there, and a campaign that would be ingested with its own images.
     named = config.source(str(own or ""))
@@ -208,6 +217,8 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
             raise ConfigError(f"there is no {path}", fix)
         if own is not None and path.is_dir() and own.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"{own} lies in the folder of images", "choose a folder outside it")
+    if config.origin:
+        finished_origin(config, str(own or folder))
     store, above, lines = Store.open(folder, create=True), dict[str, list[str]](), list[str]()
     for line in recipe.splitlines():  # what it says of itself, and of a group
         lines.append(line)
@@ -230,6 +241,36 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str]) -> str:
     return store.name(YAML)
 
 
+def going_on(origin: Campaign, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a campaign that goes on from another by a recipe: what that does not say is as there."""
+    config, location = origin.config, origin.store.location
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    # What duplicates were, the islands tell; the scale follows the new size; other weights are not asked for.
+    tree["data"].pop("dedupe", None)
+    for name in ("init", "interpolation_scale"):
+        tree.setdefault("network", {}).pop(name, None)
+    # Times that follow those of the experts follow the recipe's.
+    if config.router.time == config.objective.time:
+        tree.get("router", {}).pop("time", None)
+    source = config.source(location)
+    sources = source if isinstance(source, dict) else {}
+    plain = {name: each.model_dump(mode="json", exclude_unset=True) for name, each in sources.items()}
+    tree = merged(tree, {"data": {"source": plain or source}})
+    if config.student is not None:
+        tree["student"]["start"] = "scratch"  # that is where its weights are read: in `origin`
+    return {"origin": resolve("", location), **merged(tree, {**recipe, "origin": resolve("", location)})}
+
+
+def interpolation(origin: Campaign, tree: Mapping[str, Any]) -> float | None:
+    """The scale of positions at the size of `tree` that keeps the range that another campaign learned."""
+    config = origin.config
+    size = int(tree["data"].get("ingest", {}).get("size", IngestConfig().size))
+    if config.network.arguments.keys() & {"sample_size", "interpolation_scale"}:
+        return None  # positions are counted on the size that these name
+    latents = RunPlan.read(origin.store, Run("expert", 0).plan).shape.size
+    return config.network.scale(latents) * size / config.data.ingest.size
+
+
 def settings(folder: str | None) -> str:
     """All settings of a campaign as YAML, each with what it means; the defaults without one."""
     defaults = CampaignConfig.parse({"data": {"path": "data"}}, "the defaults")
@@ -245,7 +286,7 @@ def sets_loose(assignment: str) -> bool:
 def _from_shell(assignment: str) -> str:
     """The assignment with an absolute path: on the command line a path means what it means to the shell."""
     key, _, text = assignment.partition("=")
-    if key.strip().endswith("network.init"):
+    if key.strip() == "origin" or key.strip().endswith("network.init"):
         is_path = expanded(text).is_dir()  # `scratch` and hub names are none
     else:
         # Of several sources, `{NAME: {source: ...}}`, each is named by itself; a pattern has braces too.

@@ -19,8 +19,7 @@ from atoll.base.hashing import digest, digest_tensors
 from atoll.campaign.budget import router_arguments
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
-from atoll.campaign.runs import Run, RunPlan, experts_of
-from atoll.campaign.settings.campaign import CampaignConfig
+from atoll.campaign.runs import Run, RunPlan, experts_of, finished_origin
 from atoll.encoders.text import text_form
 from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS
@@ -30,6 +29,7 @@ from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
 from atoll.networks.families import family, initialise
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
+from atoll.store.location import resolve
 from atoll.store.manifest import Published, publish, read_published
 from atoll.store.store import Conflict, Store, to_json
 from atoll.store.tensors import read_tensors
@@ -148,9 +148,11 @@ def publish_initial(
     return fit
 
 
-def check_checkpoints(config: CampaignConfig, beside: str) -> None:
-    """Refuse a checkpoint that is not there or of another class, before any work; paths are from `beside`."""
-    warned = set[Any]()
+def check_checkpoints(campaign: Campaign) -> None:
+    """Refuse a checkpoint, or an `origin`, that is not there or of another kind, before any work."""
+    config, beside, warned = campaign.config, campaign.store.location, set[Any]()
+    if config.origin:
+        finished_origin(config, beside)
     # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
@@ -177,29 +179,46 @@ def check_checkpoints(config: CampaignConfig, beside: str) -> None:
 class Checkpoints:
     """The checkpoints that a campaign's runs start from, each read once and told once."""
 
-    def __init__(self, beside: str) -> None:
-        self.beside = beside
+    def __init__(self, campaign: Campaign) -> None:
+        self.campaign, self.beside = campaign, campaign.store.location
         self._read: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._told: set[str] = set()
 
-    def publish(
-        self, run: Store, network: nn.Module, settings: NetworkConfig, partition: str, shape: DataShape
-    ) -> str:
-        """Publish what fits of `settings.init` as the run's `init/`; the digest of the weights."""
+    def publish(self, run: Run, network: nn.Module, partition: str, shape: DataShape) -> str:
+        """Publish what fits of `network.init`, or of the same run of `origin`, as the run's `init/`.
+
+        Returns the digest of the weights.
+        """
+        config, folder = self.campaign.config, self.campaign.store.sub(run.folder)
+        settings = config.denoiser(*run)[0]
         name = settings.init
-        if name not in self._read:
+        if config.origin:
+            self._read.clear()  # each is read once: K experts may be more than the memory
+            name = resolve(self.beside, config.origin)
+            published = Checkpoint(Store.open(name), run.network)
+            made, tensors = published.read()
+            learned = published.card.prediction, published.card.schedule
+            wanted = config.objective_of(run.expert)
+            if run.kind.task == "denoise" and learned != (wanted.prediction, wanted.schedule):
+                what = f"{run.name} of {name} predicts {' on '.join(learned)}"
+                raise ConfigError(what, "set objective, or islands.N.objective, to these")
+            origin = {"name": f"{name}/{run.network}", "class": made["_class_name"]}
+            self._read[name] = ({**origin, "weights_sha256": digest_tensors(tensors)}, tensors)
+        elif name not in self._read:
             with _named_by_setting():
                 checkpoint = _find(settings, self.beside, shape)
                 tensors = checkpoint.weights()
+                if settings.interpolation_scale is None:
+                    checkpoint.check_positions(family(settings.family), network, tensors)
             named = {"name": checkpoint.name, "class": checkpoint.class_name}
             self._read[name] = ({**named, "weights_sha256": digest_tensors(tensors)}, tensors)
         origin, weights = self._read[name]
-        fit = publish_initial(run, network, "checkpoint", origin, partition, lambda: weights, repr(name))
+        fit = publish_initial(folder, network, "checkpoint", origin, partition, lambda: weights, repr(name))
         for line in fit.lines(repr(name)) if fit is not None else ():
             if line not in self._told:
                 say(line)
                 self._told.add(line)
-        return InitialWeights.read(run, f"{FOLDER}/{MANIFEST}").weights_sha256
+        return InitialWeights.read(folder, f"{FOLDER}/{MANIFEST}").weights_sha256
 
 
 def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: str) -> RunPlan:

@@ -15,6 +15,7 @@ from atoll.campaign.runs import (
     Run,
     RunPlan,
     experts_of,
+    finished_origin,
     made_by,
     partition_finished,
     runs_of,
@@ -32,6 +33,7 @@ from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
+from atoll.data.weights import write_weights
 from atoll.model.foreign import compare
 from atoll.networks.families import family, parameter_count
 from atoll.networks.pipelines import check_data
@@ -65,7 +67,10 @@ def make_islands(campaign: Campaign) -> Partition:
         raise DataError("the data set is not deduplicated as data.dedupe says", "run 'atoll data prepare'")
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)
-    partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
+    if config.origin:
+        partition = _carried(campaign, dataset)
+    else:
+        partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
     shape = data_shape(dataset, config.condition, config.data.text_column, config.network.guidance)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
     # From here on files of the runs are written, which settings that change later would not agree with.
@@ -85,6 +90,25 @@ def make_islands(campaign: Campaign) -> Partition:
     return partition
 
 
+def _carried(campaign: Campaign, dataset: DataSet) -> Partition:
+    """The partition of the campaign that this one goes on from; rows on no island there are left out."""
+    origin = finished_origin(campaign.config, campaign.store.location)
+    partition, clusters = partitions.load(origin.store), dict[str, int]()
+    for number, run in enumerate(experts_of(partition.k)):
+        part = DataSet.open(origin.store, f"{run.folder}/data")
+        if part.manifest.source.get("fingerprint") != dataset.manifest.source.get("fingerprint"):
+            what = f"{dataset.store.location} is of another source than the data of {origin.store.location}"
+            raise DataError(what, "ingest the same pictures, with the same columns of captions and ids")
+        clusters |= dict.fromkeys(part.ids, number)
+    numbers = np.array([clusters.get(row, -1) for row in dataset.ids], dtype=np.int64)
+    # Such as duplicates, and rows that opted out: they must not come back by being ingested again.
+    out = numbers < 0
+    if (out & (dataset.weights > 0)).any():
+        say(f"{many(int(out.sum()), 'row')} on no island of {origin.store.location} left out")
+        write_weights(dataset, {"name": "origin"}, dataset.weights, out)
+    return partitions.carried(partition, numbers, dataset, campaign.config.data.weighted)
+
+
 def _write_runs(
     campaign: Campaign,
     partition: Partition,
@@ -95,7 +119,7 @@ def _write_runs(
 ) -> None:
     """Write plans, `init/` where a run starts from a checkpoint, and the data of runs on all rows."""
     store, config = campaign.store, campaign.config
-    checkpoints = Checkpoints(store.location)
+    checkpoints = Checkpoints(campaign)
     for run, part in budget.items():
         role, rows = run.kind, sum(partition.sizes)
         if run.expert is not None:
@@ -111,7 +135,8 @@ def _write_runs(
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
         settings = config.denoiser(*run)[0]
-        start = role.init(config) or ("scratch" if settings.init == SCRATCH else "checkpoint")
+        drawn = settings.init == SCRATCH and not (config.origin and role.wanted(config))
+        start = role.init(config) or ("scratch" if drawn else "checkpoint")
         initial: torch.nn.Module
         if role.task == "route":
             initial = initial_router(campaign, shape)
@@ -128,7 +153,7 @@ def _write_runs(
                     "give it the campaign's heads and head_width, or set budget.pretrain=0",
                 )
         if start == "checkpoint":
-            weights = checkpoints.publish(store.sub(run.folder), initial, settings, partition.hash, shape)
+            weights = checkpoints.publish(run, initial, partition.hash, shape)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(
@@ -156,7 +181,7 @@ def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
     """Features that rows are clustered by, or, for other methods, that the clusters are looked at with."""
     config = campaign.config.partition
     name = features_column(config.encoder)
-    return dataset.column(name) if config.method == "kmeans" or dataset.has_column(name) else None
+    return dataset.column(name) if dataset.has_column(name) else None
 
 
 def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:

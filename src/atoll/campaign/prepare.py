@@ -163,7 +163,7 @@ def prepare_data(
     config, location = campaign.config, campaign.store.location
     if campaign.is_partitioned:
         return
-    check_checkpoints(config, location)
+    check_checkpoints(campaign)
     source = config.source(location)
     names = [source] if isinstance(source, str) else [settings.source for settings in (source or {}).values()]
     here = bool(names) and all(name == "glyphs" or Path(name).exists() for name in names)

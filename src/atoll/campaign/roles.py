@@ -76,7 +76,8 @@ _ROLES = (
         counted="ensemble",
         task="route",
         assembled=True,
-        init=lambda config: "scratch",  # no published checkpoint has a head of K outputs
+        # No published checkpoint has a head of K outputs, but the router that it goes on from.
+        init=lambda config: None if config.origin else "scratch",
     ),
     Role(
         "monolith",

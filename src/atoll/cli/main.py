@@ -62,13 +62,14 @@ def quickstart(folder: str, sets: tuple[str, ...]) -> None:
 @atoll.command()
 @click.argument("folder", metavar="DIR")
 @click.option("--recipe", default="cpu", help="Ready-made campaign to start from; see 'atoll recipes'.")
+@click.option("--from", "origin", metavar="CAMPAIGN", help="Go on from its partition and networks.")
 @SETS
-def new(folder: str, recipe: str, sets: tuple[str, ...]) -> None:
-    """Write DIR/campaign.yaml from a recipe, to edit."""
-    from atoll.campaign import folder as campaigns
-    from atoll.recipes import catalogue
+def new(folder: str, recipe: str, origin: str | None, sets: tuple[str, ...]) -> None:
+    """Write DIR/campaign.yaml from a recipe, to edit; perhaps one that goes on from a finished campaign."""
+    from atoll.campaign.folder import new as write
+    from atoll.recipes.catalogue import text
 
-    say(f"wrote {campaigns.new(folder, catalogue.text(recipe), sets)}")
+    say(f"wrote {write(folder, text(recipe), sets, origin)}")
 
 
 @atoll.command()

@@ -195,6 +195,22 @@ def count_rows(dataset: DataSet, clusters: NDArray[np.int64], k: int, weighted: 
     }
 
 
+def carried(
+    origin: Partition, clusters: NDArray[np.int64], dataset: DataSet, weighted: bool = False
+) -> Partition:
+    """The cut of another campaign for a data set of its rows, whose clusters `(rows,)` are -1 where they are
+    none of its; those weigh nothing."""
+    changes = count_rows(dataset, clusters, origin.k, weighted)
+    if not all(changes["sizes"]):
+        what = f"no row of cluster {changes['sizes'].index(0)} of the origin is here"
+        raise PartitionError(what, "allow more in data.ingest.buckets: max_upscale, max_crop")
+    changes |= {"rows": len(dataset), "data": dataset.id_hash, "inertia": None, "warnings": []}
+    changes |= {"weights": _weights_hash(dataset.weights, weighted), "revision": None}
+    about = origin.about.model_copy(update=changes)
+    hashed = {"hash": _hash(about, clusters, origin.centroids, origin.prices)}
+    return replace(origin, about=about.model_copy(update=hashed), clusters=clusters)
+
+
 def revised(partition: Partition, dataset: DataSet) -> Partition:
     """The same cut of a data set of which rows have left: other numbers, and a revision.
 

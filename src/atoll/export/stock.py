@@ -35,6 +35,7 @@ from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
 from atoll.model.model_card import shared_facts
 from atoll.model.opened import output_folder
+from atoll.networks.families import PIXELS
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
 from atoll.store.store import to_json
 
@@ -129,6 +130,16 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if (card.prediction, card.schedule) != ("v", "rectified-flow"):
         learnt = f"{card.prediction} on {card.schedule}, a stock pipeline wants a flow"
         raise ConfigError(f"this {card.role} predicts {learnt}", "export the ensemble, or a student")
+    # Pixels a latent pixel, as diffusers' pipelines count them.
+    factor = None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
+    side, aspects = config.get("sample_size"), config.get("use_additional_conditions")
+    for wrong, why in (
+        (card.family == "dit" and side != card.shape.size, f"draws latents of {side} px alone"),
+        (card.family == "flux" and "interpolation_scale" in config, "does not interpolate positions"),
+        (aspects and (side, factor) != (128, PIXELS), f"embeds sizes at {128 * PIXELS} px alone"),
+    ):
+        if wrong:
+            raise ConfigError(f"a stock {stock.limits.pipeline} {why}", "export the ensemble")
     if vae is not None and type(vae).__name__ not in ("AutoencoderKL", "AutoencoderTiny"):
         what = f"a stock {stock.limits.pipeline} does not run {type(vae).__name__}"
         raise ConfigError(what, "it takes AutoencoderKL and AutoencoderTiny")
@@ -169,8 +180,6 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     # Prompts may be longer than training's captions: as long as the text encoder takes.
     length = int(card.text["max_length"]) if card.text else 0
     length = prompt_length(loaded["text_encoder"], length) if card.text and not several else length
-    # Pixels a latent pixel, as diffusers' pipelines count them.
-    factor = None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
     arguments = call_arguments(card, length, factor, defaults(sampling))
 
     # By the pipeline's names the components that whoever runs the folder has to fetch: class and name.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,22 @@ class DiffusersCheckpoint:
         ):
             if wrong:
                 raise ConfigError(f"{self.name!r} {what}", fix)
+
+    def check_positions(self, adapter: Family, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Refuse a network that would meet other positions than the checkpoint was trained with."""
+        config, settings = cast(Any, network).config, {**adapter.defaults(), **self.settings}
+        there, here, fix = adapter.reach(settings), adapter.reach(config), "or a scale of your choice"
+        alike = settings["patch_size"] == config.patch_size  # else no patch is embedded as it was
+        if alike and there and here and abs(there / here - 1) > 1e-6:
+            scale = f"network.interpolation_scale={here / there:g}, which gives the network the same"
+            what = f"has positions up to {there:g} patches, the network up to {here:g}"
+            raise ConfigError(f"{self.name!r} {what}", f"set {scale}, {fix}")
+        for name, table in kept_buffers(network).items():
+            theirs = weights.get(name, table)
+            if theirs.shape != table.shape or not torch.allclose(theirs.float(), table, atol=1e-2):
+                scale = "network.arguments: {sample_size: N, pos_embed_max_size: N} of its config.json"
+                what = f"{self.name!r} has another table of positions ({name})"
+                raise ConfigError(what, f"set {scale}, {fix} by network.interpolation_scale")
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU; `ConfigError` if a file is missing or damaged."""

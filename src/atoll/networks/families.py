@@ -21,6 +21,9 @@ from atoll.base.imports import lean_imports
 from atoll.base.rng import generator
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
+PIXELS = 8
+"""Of a latent pixel, for PixArt-alpha's embedding of sizes: its autoencoder has these."""
+
 
 class Family:
     """One diffusers class: how to build it and how to call it with `t` in [0, 1]."""
@@ -84,6 +87,10 @@ class Family:
         """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
         raise NotImplementedError
 
+    def reach(self, settings: Mapping[str, Any]) -> float | None:
+        """Where the positions of a `config.json`'s network end, in patches; None for a table in its file."""
+        return float(settings["sample_size"] // settings["patch_size"])
+
     def predict(
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
@@ -104,7 +111,11 @@ class DiT(Family):
     class_name, module = "DiTTransformer2DModel", "dit_transformer_2d"
 
     def arguments(self, config: NetworkConfig, shape: DataShape) -> dict[str, Any]:
-        return super().arguments(config, shape) | {"num_embeds_ada_norm": max(shape.classes, 1)}
+        # The class spreads the positions of `sample_size` over latents of any side.
+        return super().arguments(config, shape) | {
+            "num_embeds_ada_norm": max(shape.classes, 1),
+            "sample_size": config.base_size(shape.size, config.patch),
+        }
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         labels, size = settings["num_embeds_ada_norm"], settings["sample_size"]
@@ -142,18 +153,31 @@ class PixArt(Family):
             "cross_attention_dim": heads * width,
             "caption_channels": shape.text_width,
             "use_additional_conditions": False,
+            "interpolation_scale": config.interpolation_scale,
         }
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         channels, size = settings["in_channels"], settings["sample_size"]
         return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
 
+    def reach(self, settings: Mapping[str, Any]) -> float | None:
+        scale = settings.get("interpolation_scale") or max(settings["sample_size"] // 64, 1)
+        return float(settings["sample_size"] // settings["patch_size"] / scale)
+
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
+        sizes = None
+        if network.use_additional_conditions:
+            # As the pipeline at 1024 px. No copy from the host, which a recorded call could not repeat.
+            batch, _, height, width = x.shape
+            sides = [x.new_full((batch, 1), side * PIXELS) for side in (height, width)]
+            aspect = x.new_full((batch, 1), height / width)
+            sizes = {"resolution": torch.cat(sides, dim=1), "aspect_ratio": aspect}
         output = network(
             x,
             encoder_hidden_states=cast(Tensor, cond.text).to(x.dtype),
             encoder_attention_mask=cond.real,
             timestep=time,
+            added_cond_kwargs=sizes,
         )
         return cast(Tensor, output.sample)
 
@@ -236,8 +260,8 @@ class SD3(_Joint):
     """`SD3Transformer2DModel`: blocks of two streams that attend to each other (arXiv 2403.03206).
 
     As of SD3.5: queries and keys are normalised, and no block has a second attention. The mask is read by
-    `MaskedJointAttention`. Positions are cut out of a square table, so it takes any sides up to those that it
-    was made for.
+    `MaskedJointAttention`. Positions are cut out of the middle of a square table, so it takes any sides up to
+    those that it was made for.
     """
 
     name: FamilyName = "sd3"
@@ -257,6 +281,28 @@ class SD3(_Joint):
         most = settings["pos_embed_max_size"] * settings["patch_size"]
         channels, width = settings["in_channels"], settings["joint_attention_dim"]
         return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
+
+    def reach(self, settings: Mapping[str, Any]) -> float | None:
+        return None
+
+    def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
+        network = super().build(config, shape)
+        if "pos_embed_max_size" in config.arguments:
+            return network  # a published one's table, as the class makes it
+        from diffusers.models.embeddings import get_2d_sincos_pos_embed_from_grid
+
+        # The square has the positions 0, 1, ... over the scale, and longer sides go on beyond them at both
+        # ends. The class would move the square's, and its steps, with the longest side. diffusers reads the
+        # table from the network's file.
+        embed = cast(Any, network).pos_embed
+        first = (embed.pos_embed_max_size - shape.size // config.patch) // 2
+        places = (torch.arange(embed.pos_embed_max_size, dtype=torch.float32) - first) / (
+            config.interpolation_scale or 1
+        )
+        grid = torch.stack(torch.meshgrid(places, places, indexing="xy"))
+        table = get_2d_sincos_pos_embed_from_grid(embed.pos_embed.shape[-1], grid)
+        embed.pos_embed.copy_(table[None])
+        return network
 
     def adapt(self, network: nn.Module) -> nn.Module:
         cast(Any, network).set_attn_processor(MaskedJointAttention())
@@ -304,6 +350,22 @@ class Flux(_Joint):
         channels = shape.channels if fits else numbers
         return replace(shape, channels=channels, text_width=settings["joint_attention_dim"])
 
+    def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
+        return self._scaled(super().build(config, shape), config.interpolation_scale)
+
+    def load(self, config: Mapping[str, Any]) -> nn.Module:
+        known = {name: value for name, value in config.items() if name != "interpolation_scale"}
+        return self._scaled(super().load(known), config.get("interpolation_scale"))
+
+    def reach(self, settings: Mapping[str, Any]) -> float | None:
+        return 1.0 / float(settings.get("interpolation_scale", 1))  # they have no end: these are their steps
+
+    def _scaled(self, network: nn.Module, scale: float | None) -> nn.Module:
+        # The class takes positions as inputs, and has no argument for what they are divided by.
+        if scale not in (None, 1):
+            cast(Any, network).register_to_config(interpolation_scale=scale)
+        return network
+
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         batch, channels, height, width = x.shape
         patch = math.isqrt(network.config.in_channels // channels)
@@ -311,6 +373,7 @@ class Flux(_Joint):
         grid = [torch.arange(n, device=x.device, dtype=torch.float32) for n in (rows, columns)]
         # FluxPipeline's numbering: the first axis is 0, then row and column; tokens of the text are all at 0.
         places = nn.functional.pad(torch.cartesian_prod(*grid), (1, 0))
+        places = places / network.config.get("interpolation_scale", 1)
         # The order of FluxPipeline's `_pack_latents`: a student has to run in the stock pipeline too.
         tokens = x.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
         tokens = tokens.reshape(batch, rows * columns, -1)
@@ -384,7 +447,9 @@ def initialise(network: nn.Module, seed: int) -> None:
                 if key in ("scale_shift_table", "cls_token"):
                     normal(parameter, 0.02 if key == "cls_token" else parameter.shape[-1] ** -0.5)
         for name, module in network.named_modules():  # after their layers, which come later in the first pass
-            if name.endswith(("timestep_embedder", "caption_projection")):
+            if name.endswith(
+                ("timestep_embedder", "resolution_embedder", "ratio_embedder", "caption_projection")
+            ):
                 normal(cast(Any, module).linear_1.weight, 0.02)
                 normal(cast(Any, module).linear_2.weight, 0.02)
             elif name == "adaln_single.linear":

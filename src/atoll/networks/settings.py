@@ -55,6 +55,9 @@ class NetworkConfig(Config):
     arguments: dict[str, Any] = {}
     """Further arguments of the diffusers class, as a checkpoint's `config.json` has them, such as
     `{guidance_embeds: true, num_layers: 19}`."""
+    interpolation_scale: float | None = Field(default=None, gt=0, le=64)
+    """Divides the positions of patches: with 2, latents of twice the side keep the range of positions, with 1
+    they go beyond it. By default as the class has it, and `init` must have the same positions."""
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
@@ -70,6 +73,16 @@ class NetworkConfig(Config):
             raise ConfigError(f"unknown network size {self.size!r}", nearest(self.size, SIZES))
         depth, heads, width = SIZES[self.size]
         return self.depth or depth, self.heads or heads, self.head_width or width
+
+    def scale(self, size: int) -> float:
+        """What positions in latents of this side are divided by."""
+        # PixArt's class has a default of its own: 2 at 1024 px.
+        usual = max(size // 64, 1) if self.family == "pixart" else 1
+        return float(self.interpolation_scale or self.arguments.get("interpolation_scale") or usual)
+
+    def base_size(self, size: int, patch: int) -> int:
+        """Side of the latents, in whole patches, whose positions latents of this side are given."""
+        return max(1, round(size / (self.interpolation_scale or 1) / patch)) * patch
 
     def architecture(self) -> tuple[Any, ...]:
         """What decides names and shapes of the weights, given the data."""
