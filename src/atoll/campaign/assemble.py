@@ -18,6 +18,7 @@ from atoll.model.folder import (
     SCHEDULER,
     FolderWriter,
     defaults,
+    defaults_in,
     hashers,
     part_of,
     parts_of,
@@ -130,7 +131,8 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None
                 return False
         elif sha != sha256(store.get(published)) or signatures[0] != signatures[1]:
             return False
-    same = defaults(sampling).items() <= index.items() and scheduler.get("shift") == sampling.shift
+    same = defaults(sampling).items() <= index.items()
+    same = same and defaults_in(index, scheduler).shift == sampling.shift
     return same and len(manifest.parts) == len(cards)
 
 

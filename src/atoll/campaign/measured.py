@@ -55,7 +55,7 @@ class Protocol(Config):
     sampler: str | None = column("How the flow was integrated.", default=None)
     steps: int | None = column("Steps of the sampler.", default=None)
     guidance: float | None = column("Scale of classifier-free guidance.", default=None)
-    shift: float | None = column("Time shift of the sampler; none for 1.", default=None)
+    shift: float | str | None = column("Time shift of the sampler; none for 1.", default=None)
     routing: str | None = column("Routing strategy; none for a single network.", default=None)
     seed: int | None = column("Of noise and routing.", default=None)
     ema: bool | None = column("Whether weights were averages over the training.", default=None)

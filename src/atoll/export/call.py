@@ -3,7 +3,7 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +16,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.base.rng import Position
 from atoll.model.card import Card
+from atoll.model.folder import defaults_in
 from atoll.model.generate import Conditions
 from atoll.model.generation import Generation
 from atoll.model.model import Model
@@ -198,9 +199,18 @@ def quiet_loading() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def set_times(scheduler: Any, steps: int) -> int:
-    """Set a scheduler's times; the steps that a `Sampler` makes by it. `ConfigError` if it is of no flow."""
+def set_times(scheduler: Any, steps: int, shape: Sequence[int]) -> tuple[Any, int]:
+    """Set a scheduler's times for latents `(C, H, W)`; it, or a copy, and the steps of a `Sampler` by it.
+
+    `ConfigError` if it is of no flow.
+    """
     check_flow(scheduler)
+    if getattr(scheduler.config, "use_dynamic_shifting", False):
+        # With the number in its place the times are those of all who draw at this size, to the bit.
+        shift = defaults_in({}, scheduler.config).at(*shape[1:]).shift
+        names = {"shift", "flow_shift"} & scheduler.config.keys()
+        fixed = {"use_dynamic_shifting": False, **dict.fromkeys(names, shift)}
+        scheduler = type(scheduler).from_config(scheduler.config, **fixed)
     with warnings.catch_warnings():
         # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
@@ -213,7 +223,7 @@ def set_times(scheduler: Any, steps: int) -> int:
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # rounded timesteps may repeat, so none is looked up
     # Heun lists every time but the first twice, so it is rounded up.
-    return -(-len(scheduler.timesteps) // int(scheduler.order))
+    return scheduler, -(-len(scheduler.timesteps) // int(scheduler.order))
 
 
 def check_flow(scheduler: Any) -> None:
@@ -228,7 +238,7 @@ def check_flow(scheduler: Any) -> None:
             "use FlowMatchEulerDiscreteScheduler or FlowMatchHeunDiscreteScheduler, or give it"
             " prediction_type='flow_prediction' and use_flow_sigmas=True",
         )
-    # The first asks for a `mu` that no call here gives; the second runs time from data to noise.
-    for setting in ("use_dynamic_shifting", "invert_sigmas"):
-        if getattr(config, setting, False):
-            raise ConfigError(f"{name} has {setting}", f"set {setting}=False, and a fixed shift if needed")
+    # The first runs time from data to noise; the second has a shift of another rule.
+    for setting, wanted in (("invert_sigmas", False), ("time_shift_type", "exponential")):
+        if getattr(config, setting, wanted) != wanted:
+            raise ConfigError(f"{name} has another {setting}", f"set {setting}={wanted!r}")

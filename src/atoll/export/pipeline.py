@@ -189,9 +189,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         if call.output_type != "latent" and self._lacks_vae:
             what = f"the pipeline was loaded without its VAE {self.card.latents['name']!r}"
             raise ConfigError(what, "load it, or give output_type='latent'")
-        total = set_times(scheduler, generation.steps)
         model = self._model
         shape = model.shape_for(generation.size)
+        scheduler, total = set_times(scheduler, generation.steps, shape)
         conditions = call.conditions(model, self.text_encoder is not None)
         known = call.labels(conditions.count, len(bank))
         if latents is not None:

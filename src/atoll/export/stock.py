@@ -32,7 +32,8 @@ from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import WEIGHTS, Card
 from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
-from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults
+from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults, scheduler_shift
+from atoll.model.generation import Generation
 from atoll.model.model_card import shared_facts
 from atoll.model.opened import output_folder
 from atoll.networks.families import PIXELS
@@ -94,10 +95,12 @@ class Stock:
         names = {name: name for name in ("vae", *with_tokenizers(parts))}
         return replace(self, components=names, remarks=(), empty=(), hide=None, attention=None)
 
-    def shifted(self, shift: float) -> dict[str, Any]:
+    def shifted(self, generation: Generation, card: Card, patch: int) -> dict[str, Any]:
         """Content of `scheduler_config.json` under a time shift."""
-        # The two classes have different names for the same time shift; an unknown name is passed over.
-        return {**self.scheduler, "shift" if self.scheduler is EULER else "flow_shift": shift}
+        if self.scheduler is EULER:
+            return {**self.scheduler, **scheduler_shift(generation.shift, patch)}
+        # The other class has another name for it, and its pipelines tell it of no size.
+        return {**self.scheduler, "flow_shift": generation.at(*card.shape.usual).shift}
 
 
 def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
@@ -167,7 +170,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
                 weights = {**weights, name: moved}
     contents = {
         "transformer/config.json": config,
-        "scheduler/scheduler_config.json": stock.shifted(sampling.shift),
+        "scheduler/scheduler_config.json": stock.shifted(sampling, card, patch),
         CARD: card.to_json(),
         MODEL_INDEX: index,
     }

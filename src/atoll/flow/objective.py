@@ -12,19 +12,24 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.flow.schedule import Schedule, expand
-from atoll.flow.settings import Prediction, TimeConfig
+from atoll.flow.settings import Prediction, TimeConfig, shift_at
 
 MARGIN = 1e-5
 """Times stay this far from 0 and 1: both t and 1 - t are then sound in float32."""
 
 
-def training_times(config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule) -> Float[Tensor, "B"]:
-    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF."""
-    t = u.double()
+def training_times(
+    config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule, tokens: float = 256.0
+) -> Float[Tensor, "B"]:
+    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF.
+
+    `tokens` are the latents' patches of 2x2, which the shift may depend on.
+    """
+    t, shift = u.double(), shift_at(config.shift, tokens)
     if config.distribution == "logit-normal":
         t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))
-    if config.shift != 1:  # at an end of a schedule the log-SNR may be infinite: it stays there
-        t = schedule.time_of_log_snr(schedule.log_snr(t) - 2 * math.log(config.shift))
+    if shift != 1:  # at an end of a schedule the log-SNR may be infinite: it stays there
+        t = schedule.time_of_log_snr(schedule.log_snr(t) - 2 * math.log(shift))
     return t.clamp(MARGIN, 1 - MARGIN).to(u.dtype)
 
 

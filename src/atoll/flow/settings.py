@@ -1,8 +1,10 @@
 """What a denoiser learns, as settings: schedule, prediction, times, dropout. Imports no torch."""
 
-from typing import Literal
+import math
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
@@ -10,6 +12,43 @@ from atoll.base.errors import ConfigError
 Prediction = Literal["v", "eps", "x0", "score"]
 ScheduleName = Literal["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scaled-linear", "ddpm-cosine"]
 SCHEDULES: tuple[str, ...] = ScheduleName.__args__  # type: ignore[attr-defined]
+
+
+_FLUX = "0.5, 1.15, 256, 4096"
+"""Of `calculate_shift` in diffusers: base_shift, max_shift, base_image_seq_len, max_image_seq_len."""
+
+
+def shift_line(shift: str) -> tuple[float, float, float, float]:
+    """Two values of a line in the number of tokens, and the two numbers at which it has them."""
+    if (match := re.fullmatch(r"tokens(\(.*\))?", shift)) is None:
+        raise ValueError(shift)
+    low, high, few, many = map(float, (match[1] or _FLUX).strip("()").split(","))
+    if not (few < many and math.isfinite(low + high + many)):
+        raise ValueError(shift)
+    return low, high, few, many
+
+
+def shift_at(shift: float | str, tokens: float) -> float:
+    """The time shift for latents of so many patches of 2x2; Flux's is the exp of a line in them."""
+    if not isinstance(shift, str):
+        return float(shift)
+    low, high, few, many = shift_line(shift)
+    return math.exp(low + (high - low) * (tokens - few) / (many - few))
+
+
+def _shift(value: float | str) -> float | str:
+    try:
+        if isinstance(value, str):
+            line = f"tokens({', '.join(f'{number:g}' for number in shift_line(value))})"
+            return "tokens" if line == f"tokens({_FLUX})" else line
+        if 0 < value <= 1e4:
+            return value
+    except (ValueError, TypeError):
+        pass
+    raise ValueError(f"write a number over 0 and up to 10000, tokens or tokens({_FLUX})")
+
+
+Shift = Annotated[float | str, AfterValidator(_shift)]
 
 
 class TimeConfig(Config):
@@ -21,8 +60,9 @@ class TimeConfig(Config):
     """Mean of logit(t) for logit-normal; positive means more noise."""
     std: float = Field(default=1.0, gt=0)
     """Standard deviation of logit(t) for logit-normal."""
-    shift: float = Field(default=1.0, gt=0, le=1e4)
-    """Time shift of SD3: 1 is none, above 1 means more noise. A shift of s lowers log-SNR by 2 ln s."""
+    shift: Shift = 1.0
+    """Time shift of SD3: 1 is none, above 1 means more noise. A shift of s lowers log-SNR by 2 ln s. `tokens`
+    is that of Flux, which rises with the image: 1.65 at 256 patches of 2x2 latent pixels, 3.16 at 4096."""
 
 
 class ObjectiveConfig(Config):

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
 from atoll.encoders.registry import with_tokenizers
+from atoll.flow.settings import shift_line
 from atoll.model.card import LARGEST_K, REMEDY, WEIGHTS, Card
 from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.generation import Generation
@@ -40,6 +41,8 @@ OTHERS = ("scheduler", "vae", *with_tokenizers(("text_encoder", "text_encoder_2"
 SCHEDULER = "scheduler/scheduler_config.json"
 DEFAULTS = {"steps": "num_inference_steps", "guidance": "guidance_scale", "routing": "routing"}
 """Fields of `Generation`, and what a diffusers pipeline calls them."""
+DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+"""Settings of a scheduler whose shift depends on the number of tokens, in the order of `shift_line`."""
 
 
 class Manifest(File):
@@ -142,11 +145,23 @@ def defaults(generation: Generation) -> dict[str, Any]:
     return {**values, "routing": str(generation.routing)}
 
 
+def scheduler_shift(shift: float | str, patch: int = 2) -> dict[str, Any]:
+    """A time shift as the settings of Euler's scheduler, for a network of patches of this side."""
+    if not isinstance(shift, str):
+        return {"shift": shift}
+    low, high, few, many = shift_line(shift)
+    line = (low, high, few * 4 / patch**2, many * 4 / patch**2)
+    return {"use_dynamic_shifting": True, **dict(zip(DYNAMIC, line, strict=True))}
+
+
 def defaults_in(index: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Generation:
     """The same as `model_index.json` and the scheduler's settings have it; `StoreError` for no such value."""
     values = {field: index.get(name) for field, name in DEFAULTS.items()}
     try:
-        return Generation().with_(**values, shift=scheduler.get("shift"))
+        shift = scheduler.get("shift")
+        if scheduler.get("use_dynamic_shifting"):
+            shift = f"tokens({', '.join(str(scheduler.get(name)) for name in DYNAMIC)})"
+        return Generation().with_(**values, shift=shift)
     except ConfigError as error:
         raise StoreError(f"{MODEL_INDEX} or {SCHEDULER} has {error.what}", Manifest.REMEDY) from None
 
@@ -191,7 +206,7 @@ class FolderWriter:
         # Here, since it imports scipy.stats: a fifth of what a training process takes to start.
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=generation.shift)
+        scheduler = FlowMatchEulerDiscreteScheduler(**scheduler_shift(generation.shift))
         kind, kinds = type(scheduler).__name__, (str, int, float, bool, type(None))
         settings = {k: v for k, v in scheduler.config.items() if k[0] != "_" and isinstance(v, kinds)}
         self._put(SCHEDULER, to_json({"_class_name": kind, **settings}))

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
 from atoll.base.text import parse_size
+from atoll.flow.settings import Shift, shift_at
 from atoll.model.routing import Routing, RoutingField
 
 
@@ -22,9 +23,9 @@ class Generation(Config):
     """Classifier-free guidance scale; 1 is no guidance. Unconditional models ignore it."""
     routing: RoutingField = Routing()
     """Routing strategy, such as `top-1`. `once null sample-1` routes the unconditional branch separately."""
-    shift: float = Field(default=1.0, gt=0, le=1e4)
+    shift: Shift = 1.0
     """Time shift of the sampling steps (SD3): s moves t to s t / (1 + (s - 1) t). Above 1, more steps are at
-    high noise."""
+    high noise; `tokens` rises with the image's size. Of a campaign by default that of `objective.time`."""
     size: Annotated[str, AfterValidator(lambda text: parse_size(text) and text)] | None = None
     """Width x height in pixels, such as 336x192; by default the training size nearest to a square."""
     seed: int = 0
@@ -39,6 +40,10 @@ class Generation(Config):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{name}={first['input']!r}: {first['msg']}", f"correct {name}") from None
+
+    def at(self, height: int, width: int) -> Self:
+        """The same with the number that the shift is for latents of these sides."""
+        return self.model_copy(update={"shift": shift_at(self.shift, height * width / 4)})
 
     def for_condition(self, kind: str) -> Self:
         """As a model of this kind of condition (`text`, `class`, `none`) draws: without one, unguided."""

@@ -286,7 +286,7 @@ class Model:
         """
         generation = (generation or self.generation).for_condition(self.card.condition)
         count, shape = conditions.count if count is None else count, self.shape_for(generation.size)
-        return Sampling(generation, conditions, shape, count, device=self.device, **how)
+        return Sampling(generation.at(*shape[1:]), conditions, shape, count, device=self.device, **how)
 
     def pictures(self, latents: Tensor, rows: Sequence[int] | None = None) -> list[Image.Image]:
         """Pictures of latents `(B, C, H, W)`; `DataError` names the row of one that is broken."""

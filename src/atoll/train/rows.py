@@ -1,5 +1,6 @@
 """What a network learns from: rows, settings, what a sample's position draws; made one step ahead."""
 
+import math
 import platform
 import queue
 import threading
@@ -115,10 +116,11 @@ class TrainingRows:
         # nor the rank, nor the number of processes shows in what a sample gets.
         index, objective = self.order.at(positions), self.recipe.objective
         seed, where = self.recipe.plan.seed, list(positions)
-        t = training_times(objective.time, uniforms(seed, "time", where), schedule(objective.schedule))
+        x0 = self.train.latents(index)
+        u, tokens = uniforms(seed, "time", where), math.prod(x0.shape[2:]) / 4
+        t = training_times(objective.time, u, schedule(objective.schedule), tokens)
         if self.pure_noise:  # a time drawn from a density is never exactly 1
             t = torch.where(uniforms(seed, "pure-noise", where) < self.pure_noise, 1.0, t)
-        x0 = self.train.latents(index)
         cond = self.train.stored(index, lambda: uniforms(seed, "caption", where))
         eps = normals(seed, "noise", where, x0.shape[1:])
         batch = Batch(x0, cond, eps, t, *self._taught(self.train, index, seed, positions))

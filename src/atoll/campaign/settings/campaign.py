@@ -195,13 +195,18 @@ class CampaignConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _router_times(cls, tree: Any) -> Any:
-        # The router is asked where the experts are, so it learns at their times unless it is set apart.
+        # The router is asked where the experts are, so it learns at their times unless it is set apart. And
+        # networks are asked where they have learned, so the shift of sampling is theirs.
         if not isinstance(tree, Mapping):
             return tree
         objective, router = tree.get("objective"), tree.get("router") or {}
         if not isinstance(objective, Mapping) or not isinstance(router, Mapping) or "time" not in objective:
             return tree
-        return {**tree, "router": {"time": objective["time"], **router}}
+        time, sampling = objective["time"], tree.get("sampling") or {}
+        tree = {**tree, "router": {"time": time, **router}}
+        if isinstance(time, Mapping) and "shift" in time and isinstance(sampling, Mapping):
+            tree["sampling"] = {"shift": time["shift"], **sampling}
+        return tree
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -195,7 +195,8 @@ class _Look:
     ) -> tuple[Tables, dict[str, Any]]:
         """Who serves the samples of each strategy, and whether they are copies; with the fields of the result
         that say so."""
-        config, generation = self.config, self.override.generation
+        config = self.config
+        generation = self.override.generation.at(*self.candidate.model.shape[1:])
         starts, tables = times(generation.steps, generation.shift)[:-1], Tables()
         latents, traces = self.latents, self.traces
         for name in routings:
