@@ -316,7 +316,7 @@ def test_an_export_is_the_pipeline_with_all_of_its_encoders(
     assert encoders == [path.name for path in sorted(folder.glob("text_encoder*"))]
     model = Model.load(campaign.store, "monolith", encoders=campaign.config.encoders)
     noise = torch.randn(2, 16, SIZE // 2, SIZE // 2, generator=torch.Generator().manual_seed(1))
-    generation = model.generation.with_(steps=STEPS, guidance=GUIDANCE)
+    generation = model.generation.with_(steps=STEPS, guidance=GUIDANCE, shift=sampling["shift"])
     (batch,) = model.generate(model.conditions(PROMPTS), generation, noise=noise)
     with loaded(tmp_path / "out") as pipe:
         assert type(pipe).__name__ == json.loads((folder / "model_index.json").read_text())["_class_name"]
