@@ -97,7 +97,7 @@ def test_what_the_recipe_does_not_say_is_as_there(base: Path, further: Path) -> 
     text = (further / "campaign.yaml").read_text()
     assert f"origin: {base}" in text and "interpolation_scale: 2.0" in text
     # A third campaign that goes on from the second would interpolate by 4.
-    assert interpolation(Campaign.open(further), {"data": {"ingest": {"size": 64}}}) == 4
+    assert interpolation(Campaign.open(further), 64) == 4
 
 
 def test_every_run_starts_from_the_same_run(base: Path, further: Path) -> None:
@@ -157,7 +157,6 @@ def test_rows_on_no_island_are_left_out(
     [
         ({}, ["partition.k=3"], ("partition.k is 3, but", "has 2")),
         ({}, ["data.source=glyphs"], ("data.source is 'glyphs', but", "has '")),
-        ({}, ["budget.pretrain=0.2"], ("origin: every run starts from the same run there",)),
         ({"router/expert/card.json": None}, [], ("has not finished router", "atoll launch")),
         ({"student/expert/card.json": None}, [], ("has not finished student", "student=null")),
     ],

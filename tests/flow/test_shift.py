@@ -47,7 +47,8 @@ def test_training_and_sampling_take_the_same_number() -> None:
 def test_a_scheduler_holds_it(shift: float | str) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(**scheduler_shift(shift))
     index = {"num_inference_steps": 4, "guidance_scale": 2.0, "routing": "once"}
-    assert defaults_in(index, scheduler.config).shift == shift
+    again = defaults_in(index, scheduler.config).shift
+    assert again == shift or shift_at(again, 333.0) == shift_at(shift, 333.0)
     # The pipeline's times are the sampler's to the bit, and those that diffusers' own pipelines compute.
     number = shift_at(shift, 16 * 32 / 4)
     timed, steps = set_times(scheduler, 4, (4, 16, 32))

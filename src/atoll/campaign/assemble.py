@@ -18,11 +18,11 @@ from atoll.model.folder import (
     SCHEDULER,
     FolderWriter,
     defaults,
-    defaults_in,
     hashers,
     part_of,
     parts_of,
     read_manifest,
+    scheduler_shift,
 )
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
@@ -132,7 +132,7 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None
         elif sha != sha256(store.get(published)) or signatures[0] != signatures[1]:
             return False
     same = defaults(sampling).items() <= index.items()
-    same = same and defaults_in(index, scheduler).shift == sampling.shift
+    same = same and scheduler_shift(sampling.shift).items() <= scheduler.items()
     return same and len(manifest.parts) == len(cards)
 
 

@@ -1,6 +1,6 @@
 """A campaign on disk: opening it, freezing its settings, finding its parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from atoll.campaign.runs import Run, RunPlan, finished_origin
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
-from atoll.data.settings import IngestConfig
 from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
@@ -195,17 +194,15 @@ class Campaign:
 
 
 def new(folder: str | Path, recipe: str, sets: Sequence[str], origin: str | None = None) -> str:
-    """Write a `campaign.yaml` from a recipe's text with overrides applied; its path or URL.
-
-    `origin` is a finished campaign to go on from: what the recipe does not say is as there.
-    """
+    """Write a `campaign.yaml` from a recipe's text with overrides applied, perhaps as one that goes on from
+    `origin`, a finished campaign; its path or URL."""
     tree, going = read_yaml(recipe, "the recipe"), origin and Campaign.open(origin)
     tree = going_on(going, tree) if going else tree
     for assignment in sets:
         set_value(tree, _from_shell(assignment))
-    if going:
-        tree["network"].setdefault("interpolation_scale", interpolation(going, tree))
     config, own = CampaignConfig.parse(tree, "the new campaign"), local_path(folder)
+    if going:
+        tree["network"].setdefault("interpolation_scale", interpolation(going, config.data.ingest.size))
     # Refuse sources that are not there, and a campaign that would be ingested with its own images.
     named = config.source(str(own or ""))
     for source in [named] if isinstance(named, str) else [each.source for each in (named or {}).values()]:
@@ -243,32 +240,34 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str], origin: str | None
 
 def going_on(origin: Campaign, recipe: dict[str, Any]) -> dict[str, Any]:
     """Settings of a campaign that goes on from another by a recipe: what that does not say is as there."""
-    config, location = origin.config, origin.store.location
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    # What duplicates were, the islands tell; the scale follows the new size; other weights are not asked for.
-    tree["data"].pop("dedupe", None)
-    for name in ("init", "interpolation_scale"):
-        tree.setdefault("network", {}).pop(name, None)
-    # Times that follow those of the experts follow the recipe's.
-    if config.router.time == config.objective.time:
-        tree.get("router", {}).pop("time", None)
-    source = config.source(location)
-    sources = source if isinstance(source, dict) else {}
-    plain = {name: each.model_dump(mode="json", exclude_unset=True) for name, each in sources.items()}
-    tree = merged(tree, {"data": {"source": plain or source}})
+    config, location = origin.config, resolve("", origin.store.location)
+    tree = merged({"network": {}}, config.model_dump(mode="json", exclude_unset=True))
+    # The islands tell what duplicates were; the scale follows the new size; no other weights are wanted.
+    for group, name in (("data", "dedupe"), ("network", "init"), ("network", "interpolation_scale")):
+        tree[group].pop(name, None)
+    # What follows the times of the experts follows the recipe's.
+    time = config.objective.time
+    for group, name, same in (
+        ("router", "time", config.router.time == time),
+        ("sampling", "shift", config.sampling.shift == time.shift),
+    ):
+        tree.get(group, {}).pop(name, None) if same else None
+    data = config.data.model_copy(update={"source": config.source(location)})
+    tree["data"] |= data.model_dump(mode="json", include={"source"}, exclude_unset=True)
     if config.student is not None:
-        tree["student"]["start"] = "scratch"  # that is where its weights are read: in `origin`
-    return {"origin": resolve("", location), **merged(tree, {**recipe, "origin": resolve("", location)})}
+        tree["student"]["start"] = "scratch"  # its weights are in `origin`
+    return {"origin": location, **merged(tree, {**recipe, "origin": location})}
 
 
-def interpolation(origin: Campaign, tree: Mapping[str, Any]) -> float | None:
-    """The scale of positions at the size of `tree` that keeps the range that another campaign learned."""
-    config = origin.config
-    size = int(tree["data"].get("ingest", {}).get("size", IngestConfig().size))
-    if config.network.arguments.keys() & {"sample_size", "interpolation_scale"}:
+def interpolation(origin: Campaign, size: int) -> float | None:
+    """The scale of positions at `data.ingest.size` that keeps the range that another campaign learned."""
+    network = origin.config.network
+    if network.arguments.keys() & {"sample_size", "interpolation_scale"}:
         return None  # positions are counted on the size that these name
+    # PixArt's class has a scale of its own: 2 at 1024 px.
     latents = RunPlan.read(origin.store, Run("expert", 0).plan).shape.size
-    return config.network.scale(latents) * size / config.data.ingest.size
+    scale = network.interpolation_scale or (max(latents // 64, 1) if network.family == "pixart" else 1)
+    return scale * size / origin.config.data.ingest.size
 
 
 def settings(folder: str | None) -> str:

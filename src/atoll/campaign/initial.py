@@ -185,10 +185,7 @@ class Checkpoints:
         self._told: set[str] = set()
 
     def publish(self, run: Run, network: nn.Module, partition: str, shape: DataShape) -> str:
-        """Publish what fits of `network.init`, or of the same run of `origin`, as the run's `init/`.
-
-        Returns the digest of the weights.
-        """
+        """Publish what fits of `network.init`, or `origin`, as a run's `init/`; the digest of the weights."""
         config, folder = self.campaign.config, self.campaign.store.sub(run.folder)
         settings = config.denoiser(*run)[0]
         name = settings.init

@@ -93,7 +93,6 @@ def finished_origin(config: CampaignConfig, here: str) -> "Campaign":
     location, old = origin.store.location, origin.config
     for name, mine, theirs in (
         ("partition.k", config.partition.k, old.partition.k),
-        ("condition", config.condition, old.condition),
         ("data.source", config.source(here), old.source(location)),
     ):
         if None not in (mine, theirs) and mine != theirs:

@@ -21,10 +21,7 @@ MARGIN = 1e-5
 def training_times(
     config: TimeConfig, u: Float[Tensor, "B"], schedule: Schedule, tokens: float = 256.0
 ) -> Float[Tensor, "B"]:
-    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF.
-
-    `tokens` are the latents' patches of 2x2, which the shift may depend on.
-    """
+    """Turn uniforms `u (B,)` in [0, 1) into training times `(B,)` in [MARGIN, 1 - MARGIN], by inverse CDF."""
     t, shift = u.double(), shift_at(config.shift, tokens)
     if config.distribution == "logit-normal":
         t = torch.sigmoid(config.mean + config.std * torch.special.ndtri(t))

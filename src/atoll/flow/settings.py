@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -14,15 +15,14 @@ ScheduleName = Literal["rectified-flow", "vp-cosine", "ddpm-linear", "ddpm-scale
 SCHEDULES: tuple[str, ...] = ScheduleName.__args__  # type: ignore[attr-defined]
 
 
-_FLUX = "0.5, 1.15, 256, 4096"
+_FLUX = "0.5, 1.15, 256.0, 4096.0"
 """Of `calculate_shift` in diffusers: base_shift, max_shift, base_image_seq_len, max_image_seq_len."""
 
 
 def shift_line(shift: str) -> tuple[float, float, float, float]:
     """Two values of a line in the number of tokens, and the two numbers at which it has them."""
-    if (match := re.fullmatch(r"tokens(\(.*\))?", shift)) is None:
-        raise ValueError(shift)
-    low, high, few, many = map(float, (match[1] or _FLUX).strip("()").split(","))
+    match = re.fullmatch(r"tokens(\(.*\))?", shift)
+    low, high, few, many = map(float, (match[1] or _FLUX if match else "").strip("()").split(","))
     if not (few < many and math.isfinite(low + high + many)):
         raise ValueError(shift)
     return low, high, few, many
@@ -37,14 +37,9 @@ def shift_at(shift: float | str, tokens: float) -> float:
 
 
 def _shift(value: float | str) -> float | str:
-    try:
-        if isinstance(value, str):
-            line = f"tokens({', '.join(f'{number:g}' for number in shift_line(value))})"
-            return "tokens" if line == f"tokens({_FLUX})" else line
-        if 0 < value <= 1e4:
+    with suppress(ValueError):
+        if shift_line(value) if isinstance(value, str) else 0 < value <= 1e4:
             return value
-    except (ValueError, TypeError):
-        pass
     raise ValueError(f"write a number over 0 and up to 10000, tokens or tokens({_FLUX})")
 
 

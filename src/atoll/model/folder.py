@@ -150,8 +150,8 @@ def scheduler_shift(shift: float | str, patch: int = 2) -> dict[str, Any]:
     if not isinstance(shift, str):
         return {"shift": shift}
     low, high, few, many = shift_line(shift)
-    line = (low, high, few * 4 / patch**2, many * 4 / patch**2)
-    return {"use_dynamic_shifting": True, **dict(zip(DYNAMIC, line, strict=True))}
+    line = zip(DYNAMIC, (low, high, few * 4 / patch**2, many * 4 / patch**2), strict=True)
+    return {"use_dynamic_shifting": True, **dict(line)}
 
 
 def defaults_in(index: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Generation:

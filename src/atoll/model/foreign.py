@@ -82,19 +82,21 @@ class DiffusersCheckpoint:
 
     def check_positions(self, adapter: Family, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse a network that would meet other positions than the checkpoint was trained with."""
-        config, settings = cast(Any, network).config, {**adapter.defaults(), **self.settings}
-        there, here, fix = adapter.reach(settings), adapter.reach(config), "or a scale of your choice"
-        alike = settings["patch_size"] == config.patch_size  # else no patch is embedded as it was
-        if alike and there and here and abs(there / here - 1) > 1e-6:
-            scale = f"network.interpolation_scale={here / there:g}, which gives the network the same"
-            what = f"has positions up to {there:g} patches, the network up to {here:g}"
-            raise ConfigError(f"{self.name!r} {what}", f"set {scale}, {fix}")
+        with torch.device("meta"):
+            made = adapter.load(self.settings)
+        (there, size), (here, own) = map(_reach, (made, network))
+        # With another size of patches no patch is embedded as it was.
+        if size == own and abs(there / here - 1) > 1e-6:
+            what = f"{self.name!r} has positions up to {there:g} patches, the network up to {here:g}"
+            raise ConfigError(
+                what, f"set network.interpolation_scale={here / there:g}, or one of your choice"
+            )
         for name, table in kept_buffers(network).items():
             theirs = weights.get(name, table)
             if theirs.shape != table.shape or not torch.allclose(theirs.float(), table, atol=1e-2):
-                scale = "network.arguments: {sample_size: N, pos_embed_max_size: N} of its config.json"
+                fix = "set sample_size and pos_embed_max_size in network.arguments as in its config.json"
                 what = f"{self.name!r} has another table of positions ({name})"
-                raise ConfigError(what, f"set {scale}, {fix} by network.interpolation_scale")
+                raise ConfigError(what, f"{fix}, or a network.interpolation_scale of your choice")
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU; `ConfigError` if a file is missing or damaged."""
@@ -225,6 +227,14 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
             raise ConfigError(f"{key} of {name} holds numbers that are not finite", "use another checkpoint")
         parameters[key].copy_(weights[key])
     return fit
+
+
+def _reach(network: nn.Module) -> tuple[float, int]:
+    """Where positions end, or of those without an end the step, in patches; and the size of patches."""
+    embed, config = cast(Any, network).pos_embed, cast(Any, network).config
+    scale = getattr(embed, "interpolation_scale", config.get("interpolation_scale", 1))
+    computed = getattr(embed, "pos_embed_max_size", None) is None  # else the table is in the file
+    return getattr(embed, "base_size", 1) / scale if computed else 1.0, int(config.patch_size)
 
 
 def _files(name: str, folder: Path) -> tuple[str, ...]:

@@ -87,10 +87,6 @@ class Family:
         """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
         raise NotImplementedError
 
-    def reach(self, settings: Mapping[str, Any]) -> float | None:
-        """Where the positions of a `config.json`'s network end, in patches; None for a table in its file."""
-        return float(settings["sample_size"] // settings["patch_size"])
-
     def predict(
         self, network: nn.Module, x: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
@@ -160,14 +156,10 @@ class PixArt(Family):
         channels, size = settings["in_channels"], settings["sample_size"]
         return replace(shape, channels=channels, size=size, text_width=settings["caption_channels"])
 
-    def reach(self, settings: Mapping[str, Any]) -> float | None:
-        scale = settings.get("interpolation_scale") or max(settings["sample_size"] // 64, 1)
-        return float(settings["sample_size"] // settings["patch_size"] / scale)
-
     def _call(self, network: Any, x: Tensor, time: Tensor, cond: Condition) -> Tensor:
         sizes = None
         if network.use_additional_conditions:
-            # As the pipeline at 1024 px. No copy from the host, which a recorded call could not repeat.
+            # As the pipeline at 1024 px; a recorded call could not repeat a copy from the host.
             batch, _, height, width = x.shape
             sides = [x.new_full((batch, 1), side * PIXELS) for side in (height, width)]
             aspect = x.new_full((batch, 1), height / width)
@@ -282,18 +274,14 @@ class SD3(_Joint):
         channels, width = settings["in_channels"], settings["joint_attention_dim"]
         return replace(shape, channels=channels, size=min(shape.size, most), text_width=width)
 
-    def reach(self, settings: Mapping[str, Any]) -> float | None:
-        return None
-
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         network = super().build(config, shape)
         if "pos_embed_max_size" in config.arguments:
             return network  # a published one's table, as the class makes it
         from diffusers.models.embeddings import get_2d_sincos_pos_embed_from_grid
 
-        # The square has the positions 0, 1, ... over the scale, and longer sides go on beyond them at both
-        # ends. The class would move the square's, and its steps, with the longest side. diffusers reads the
-        # table from the network's file.
+        # The square has the positions 0, 1, ... over the scale; longer sides go beyond them at both ends. The
+        # class would move all of them with the longest side. diffusers reads the table from the file.
         embed = cast(Any, network).pos_embed
         first = (embed.pos_embed_max_size - shape.size // config.patch) // 2
         places = (torch.arange(embed.pos_embed_max_size, dtype=torch.float32) - first) / (
@@ -356,9 +344,6 @@ class Flux(_Joint):
     def load(self, config: Mapping[str, Any]) -> nn.Module:
         known = {name: value for name, value in config.items() if name != "interpolation_scale"}
         return self._scaled(super().load(known), config.get("interpolation_scale"))
-
-    def reach(self, settings: Mapping[str, Any]) -> float | None:
-        return 1.0 / float(settings.get("interpolation_scale", 1))  # they have no end: these are their steps
 
     def _scaled(self, network: nn.Module, scale: float | None) -> nn.Module:
         # The class takes positions as inputs, and has no argument for what they are divided by.

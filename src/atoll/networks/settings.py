@@ -74,12 +74,6 @@ class NetworkConfig(Config):
         depth, heads, width = SIZES[self.size]
         return self.depth or depth, self.heads or heads, self.head_width or width
 
-    def scale(self, size: int) -> float:
-        """What positions in latents of this side are divided by."""
-        # PixArt's class has a default of its own: 2 at 1024 px.
-        usual = max(size // 64, 1) if self.family == "pixart" else 1
-        return float(self.interpolation_scale or self.arguments.get("interpolation_scale") or usual)
-
     def base_size(self, size: int, patch: int) -> int:
         """Side of the latents, in whole patches, whose positions latents of this side are given."""
         return max(1, round(size / (self.interpolation_scale or 1) / patch)) * patch

@@ -153,7 +153,7 @@ class CampaignConfig(Config):
     """The data set."""
     origin: str | None = None
     """Finished campaign that this one goes on from, as by `atoll new --from`: a folder or URL. It gives the
-    partition, and each run starts from the weights of the same run there."""
+    partition, and each run starts from the weights of the same run there in place of `network.init`."""
     condition: ConditionKind = "text"
     """What the model is conditioned on: text captions, class labels, or none."""
     partition: PartitionConfig = PartitionConfig()
@@ -253,11 +253,6 @@ class CampaignConfig(Config):
 
     @model_validator(mode="after")
     def _check_pretrain(self) -> Self:
-        if self.origin and (self.budget.pretrain or self.network.init != "scratch"):
-            raise ConfigError(
-                "origin: every run starts from the same run there, not from budget.pretrain or network.init",
-                "set budget.pretrain=0 and network.init=scratch, or origin=null",
-            )
         if not self.budget.pretrain:
             return self
         shared = self.budget.pretrain + self.router.share
