@@ -284,37 +284,39 @@ def test_one_size_seed_and_prompt_is_one_picture_everywhere(made: Path, run: Run
     campaign, prompt, how = Campaign.open(made), "one green bar", {"routing": "once", "steps": 3}
     pipe = AtollPipeline.from_pretrained(made / "ensemble", encoders=campaign.config.encoders)
     pipe.set_progress_bar_config(disable=True)
-    app, engine = open_app(str(made), ServeSettings())
-    engine.start()
     model, drawn = opened(made), dict[str, bytes]()
+    for width, height in model.sizes:
+        size, out = f"{width}x{height}", tmp_path / f"{width}x{height}"
+        argv = ["--routing", "once", "--steps", "3", "--seed", "7", "--count", "1"]
+        assert run("sample", made, prompt, "--size", size, "--out", f"{out}/", *argv).code == 0
+        (file,) = out.glob("*.png")
+        given = {"generator": torch.Generator().manual_seed(7), "routing": "once"}
+        piped = pipe(prompt, width=width, height=height, num_inference_steps=3, **given).images[0]
+        python = model(prompt, seed=7, size=size, **how).images[0]
+        pictures = [Image.open(file).convert("RGB"), piped, python]
+        assert {picture.size for picture in pictures} == {(width, height)}
+        assert len({picture.tobytes() for picture in pictures}) == 1
+        drawn[size] = python.tobytes()
 
-    async def ask(size: str) -> bytes:
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-        ) as client:
+    async def served() -> dict[str, bytes]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             while (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.05)
-            body = {"prompt": prompt, "seed": 7, "size": size, **how}
-            answer = (await client.post("/v1/images/generations", json=body)).json()
-            return base64.b64decode(answer["data"][0]["b64_json"])
+            answers = dict[str, bytes]()
+            for size in drawn:
+                body = {"prompt": prompt, "seed": 7, "size": size, **how}
+                answer = (await client.post("/v1/images/generations", json=body)).json()
+                picture = io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))
+                answers[size] = Image.open(picture).tobytes()
+            return answers
 
+    app, engine = open_app(str(made), ServeSettings())
+    engine.start()
     try:
-        for width, height in model.sizes:
-            size, out = f"{width}x{height}", tmp_path / f"{width}x{height}"
-            argv = ["--routing", "once", "--steps", "3", "--seed", "7", "--count", "1"]
-            assert run("sample", made, prompt, "--size", size, "--out", f"{out}/", *argv).code == 0
-            (file,) = out.glob("*.png")
-            given = {"generator": torch.Generator().manual_seed(7), "routing": "once"}
-            piped = pipe(prompt, width=width, height=height, num_inference_steps=3, **given)
-            python = model(prompt, seed=7, size=size, **how)
-            served = Image.open(io.BytesIO(asyncio.run(ask(size))))
-            pictures = [Image.open(file).convert("RGB"), piped.images[0], python.images[0], served]
-            assert {picture.size for picture in pictures} == {(width, height)}
-            assert len({picture.tobytes() for picture in pictures}) == 1
-            drawn[size] = pictures[0].tobytes()
+        assert asyncio.run(served()) == drawn and len(drawn) == 3
     finally:
         engine.drain(5)
-    assert len(drawn) == 3
 
 
 def test_the_command_takes_a_size(made: Path, run: Run) -> None:

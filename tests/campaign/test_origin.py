@@ -19,7 +19,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.recipes import catalogue
 from atoll.train.run import train_run
-from helpers import Run, command, merged, partitioned, refused
+from helpers import Run, command, merged, metrics, partitioned, refused
 from helpers_data import aspects
 from helpers_export import LENGTH, text_tower
 
@@ -193,3 +193,20 @@ def test_another_origin_is_refused_before_any_work(
     (tmp_path / "b/campaign.yaml").write_text(yaml.safe_dump(tree))
     refused(run("partition", tmp_path / "b"), "is of another source than the data of")
     assert not (tmp_path / "b/campaign.json").exists()
+
+
+@pytest.mark.slow
+def test_the_recipe_passes_its_own_plan_and_trains_for_twenty_steps(
+    base: Path, tmp_path: Path, run: Run
+) -> None:
+    """All networks are built on meta for the plan."""
+    flags = [word for each in (*SETS, "budget.samples=336") for word in ("--set", each)]
+    assert run("new", tmp_path / "c", "--recipe", "high-resolution", "--from", base, *flags).code == 0
+    said = run("plan", tmp_path / "c")
+    assert said.code == 0 and "student" in said.out and "DOES NOT FIT" not in said.out, said
+    prepare(campaign := Campaign.open(tmp_path / "c"))
+    assert RunPlan.read(campaign.store, "monolith/island.json").steps == 21
+    card = train_run(campaign, "monolith")
+    assert card.samples == 336
+    rates = [line["lr"] for line in metrics(tmp_path / "c/monolith") if line.get("lr")]
+    assert 0 < max(rates) <= 5e-5 and rates[-1] < 0.1 * max(rates)
