@@ -110,7 +110,7 @@ def divide(
     """
     # The monolith's samples are the user's one dial; what all others may spend follows from its FLOPs.
     k, batch, all_rows = len(sizes), config.train.batch, [sum(rows) for rows in buckets]
-    dense = denoiser_flops(config.network, shape, all_rows)
+    dense = denoiser_flops(config.network.whole, shape, all_rows)
     monolith = RunBudget(max(1, round(config.budget.samples / batch)), batch, dense)
     budget = {Run("monolith"): monolith}
 

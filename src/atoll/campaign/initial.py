@@ -26,7 +26,8 @@ from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import settings_of
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
-from atoll.networks.families import family, initialise
+from atoll.networks.families import family, initialise, kept_buffers
+from atoll.networks.lora import changes, shared
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.location import resolve
@@ -127,9 +128,14 @@ def publish_initial(
         check_origin()
         return None
     fit = take_over(network, weights(), whose)
+    if changes(network) and fit.drawn:
+        what = f"network.lora changes a whole network, and {whose} has no {next(iter(fit.drawn))} that fits"
+        raise ConfigError(what, "give network its dimensions and arguments, or leave network.lora out")
     settings = settings_of(network)
-    # safetensors refuses tensors that are not contiguous.
-    tensors = {name: p.detach().cpu().contiguous() for name, p in network.named_parameters()}
+    # The file is that of the origin, where all of it is taken over. safetensors refuses tensors that are not
+    # contiguous.
+    whole = shared(network, {**dict(network.named_parameters()), **kept_buffers(network)})
+    tensors = {name: value.detach().cpu().contiguous() for name, value in whole.items()}
     initial = InitialWeights(
         kind=kind,
         origin=origin,

@@ -142,10 +142,10 @@ def _write_runs(
             initial = initial_router(campaign, shape)
         else:
             initial = initial_network(settings, shape, config.seed)
-        if start == "pretrain" and settings != config.network:
+        if start == "pretrain" and settings.whole != config.network.whole:
             # Names and shapes alone decide what fits, so the pretrained network needs no memory here.
             with torch.device("meta"):
-                pretrain = family(config.network.family).build(config.network, shape)
+                pretrain = family(config.network.family).build(config.network.whole, shape)
             if not compare(initial, dict(pretrain.named_parameters())).kept:
                 where = f"islands.{run.expert}.network"
                 raise ConfigError(
@@ -169,7 +169,8 @@ def _write_runs(
             init_seed=config.seed,
             # Those weights exist only when the runs that they come from have published.
             init_sha256=None if start in ("pretrain", "experts") else weights,
-            parameters=parameter_count(initial),
+            parameters=(trained := parameter_count(initial)),
+            frozen=sum(p.numel() for p in initial.parameters()) - trained,
             train_flops=part.train_flops,
             forward_flops=part.flops.forward,
             shape=shape,

@@ -277,8 +277,8 @@ def make_plan(
         student = Run("student")
         sizes = sorted((WEIGHTS * cost.footprint.parameters for cost in experts), reverse=True)
         teachers = sum(sizes[: config.student.residency.places(len(experts), sizes[0])[1]])
-        if config.student.teacher == "routed":
-            teachers += WEIGHTS * costs[Run("router")].footprint.parameters
+        router = costs[Run("router")].footprint.parameters * (config.student.teacher == "routed")
+        teachers += WEIGHTS * (router + max(cost.footprint.frozen for cost in experts))
         costs[student] = replace(costs[student], beside=costs[student].beside + teachers)
         share = budget[student].train_flops / budget[Run(BASELINE)].train_flops
         notes += [
@@ -329,6 +329,7 @@ def drawing(
             # `compare` keeps the single networks that it has measured.
             held = sum(sizes[run] for run in single if stage == "compare" or run.role not in BESIDE)
             held += max(experts) * places if places else sum(experts)
+            held += width * max(cost.footprint.frozen for cost in costs.values())  # what experts change
             total = held + image * count + shared
             how = f"{places or k} experts: {total / 2**30:.1f}" if total <= memory else "DOES NOT FIT"
             rows.append({"run": stage, "batch": count, "state": held, "plain": total, "how_it_runs": how})

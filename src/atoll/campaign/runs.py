@@ -169,6 +169,8 @@ class RunPlan(File):
     """Which checkpoint, pretraining or experts they come from; filled in from `init/` when the run starts."""
     parameters: int = Field(default=0, ge=0, le=10**15)
     """Trainable numbers; decides how many runs fit into memory at once."""
+    frozen: int = Field(default=0, ge=0, le=10**15)
+    """Numbers of the network that it changes (LoRA); 0 of a whole one."""
     train_flops: float = Field(ge=0, le=1e40, description="Operations of the whole run.")
     forward_flops: float = Field(ge=0, le=1e40, description="Operations of one evaluation of one sample.")
     shape: DataShape = Field(description="Channels, size, text_width, text_length, classes of the data.")

@@ -60,7 +60,10 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         if not experts:
             raise ConfigError("a bank without experts", "give at least one")
         self.k = max(experts) + 1 if k is None else k
-        self.residency = residency if residency is not None and residency.limited else None
+        # Changes of one network (LoRA) share it, as experts do that take turns on the device.
+        share = any(_card_of(expert).base for expert in experts.values())
+        self.residency = residency if residency is not None and (residency.limited or share) else None
+        self.residency = self.residency or (Residency() if share else None)
         self.cards: dict[int, Card] = {}
         self.pretrain_card: Card | None = None
         self.dropped: set[int] = set()
@@ -151,7 +154,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
                 if (folder / name).is_file():
                     what = f"{folder} is not the folder of one expert"
                     raise ConfigError(what, f"give {folder / inner}")
-            published = Checkpoint(Store.open(folder))
+            folder = folder.resolve()  # what it may be a change of lies beside it
+            published = Checkpoint(Store.open(folder.parent), folder.name)
             published.check()
             expert = published.expert() if self.residency is None else published.open_lazily()
         card = _card_of(expert)

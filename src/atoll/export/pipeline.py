@@ -319,7 +319,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         kwargs |= by_name(router.card, folder.components, kwargs, encoders)
         pretrain = networks.pop(PRETRAIN_PART).expert() if PRETRAIN_PART in networks else None
         loaded = {
-            int(part.removeprefix("experts/")): network.open_lazily() if limited else network.expert()
+            int(part.removeprefix("experts/")): network.open_lazily()
+            if limited or network.card.base
+            else network.expert()
             for part, network in networks.items()
         }
         bank = ExpertBank(loaded, folder.k, residency, pretrain)

@@ -222,7 +222,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         if (plan := plans.get(run)) is not None:
             beat = read_heartbeat(store, f"{run.folder}/run")
             done = min(1.0, ((beat and beat.step) or 0) / max(1, plan.steps))
-            memory = BASE_MEMORY + STATE_BYTES * plan.parameters + encoder
+            memory = BASE_MEMORY + STATE_BYTES * plan.parameters + 4 * plan.frozen + encoder
             work = plan.train_flops * (1 - done)
             if run.kind.task == "distill":  # its teachers, as if all were loaded
                 memory += sum(4 * plans[other].parameters for other in plans if other.expert is not None)

@@ -85,6 +85,9 @@ class Card(File):
     """Digest of `config.json`; set when it is written."""
     weights_sha256: str = ""
     """SHA-256 of the weights' file (the averaged ones); set when it is written."""
+    base: str = ""
+    """SHA-256 of the weights' file of the network that this one is a low-rank change of (LoRA), which lies
+    beside it; empty for a whole network."""
     provenance: Annotated[dict[str, Any], AfterValidator(_groups)]
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""
@@ -104,7 +107,11 @@ class Card(File):
 def check_together(cards: list[Card]) -> None:
     """Refuse parts of different partitions, latents, text encoders or conditions (`PartitionError`)."""
     # Parts that differ in one of these would sample all the same, and draw noise or other pictures.
-    first = cards[0]
+    first, changes = cards[0], [card for card in cards if card.base]
+    for card in changes:
+        if card.base != changes[0].base:
+            what = f"{card.title} is a change (LoRA) of another network than {changes[0].title}"
+            raise PartitionError(f"{what} ({card.base[:12]}, {changes[0].base[:12]})", "put its own there")
     for card in cards[1:]:
         for field in ("partition", "latents", "text", "condition"):
             mine, other = getattr(first, field), getattr(card, field)

@@ -1,10 +1,14 @@
 """A checkpoint: a network in a folder, with `config.json`, weights as safetensors, and `card.json`.
 
+A low-rank change of a network (LoRA) is one too: its file holds the change alone, and its card names the file
+of the network, which lies once beside all that change it.
+
 Expert, router, shared pretraining, monolith, student, and every part of an ensemble are this. The card is
 written last and names both other files by hash, so what has no card does not exist, and what is read is what
 was published. Each read hashes the weights' file once.
 """
 
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
@@ -25,12 +30,18 @@ if TYPE_CHECKING:  # what is published is seen without torch; networks are read 
     import torch
     from torch import Tensor, nn
 
-    from atoll.model.expert import Expert, RouterModel, StoredExpert
+    from atoll.model.expert import Expert, FileWeights, RouterModel, StoredExpert
     from atoll.networks.router import Router
 
 CARD, CONFIG = "card.json", "config.json"
 FILES = (CONFIG, WEIGHTS, CARD)
+BASES = ("base", "pretrain", "init")
+"""Folders beside a change where the network may lie: two of an ensemble's experts, and one of an island."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+# Networks that changes in use share, by digest: K changes open, hash and keep one.
+_opened: "WeakValueDictionary[str, FileWeights]" = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,10 +91,31 @@ class Checkpoint:
         return config
 
     def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
-        """Settings and weights."""
+        """Settings and weights, those of the network that it changes too."""
         from atoll.store.tensors import read_tensors
 
-        return self.config(), read_tensors(self._weights(), self.store.name(f"{self.prefix}/{WEIGHTS}"))
+        weights = read_tensors(self._weights(), self.store.name(f"{self.prefix}/{WEIGHTS}"))
+        return self.config(), {**(self.base() or {}), **weights}
+
+    def base(self) -> "FileWeights | None":
+        """Weights of the network that this one is a change of, from beside it; None of a whole network."""
+        from atoll.model.expert import FileWeights
+
+        if not self.card.base:
+            return None
+        if (opened := _opened.get(self.card.base)) is not None:
+            return opened
+        parent = posixpath.dirname(self.prefix)
+        for folder in BASES:
+            key = posixpath.join(parent, folder, WEIGHTS)
+            if self.store.exists(key):
+                weights = FileWeights(self.store.path(key))
+                if weights.sha256() == self.card.base:
+                    _opened[self.card.base] = weights
+                    return weights
+        what = f"{self.card.title} is a change (LoRA) of a network ({self.card.base[:12]})"
+        where = " or ".join(self.store.name(posixpath.join(parent, folder)) for folder in BASES)
+        raise StoreError(f"{what} that does not lie in {where}", "put its own there")
 
     def network(self, average: "Mapping[str, Tensor] | None" = None) -> "nn.Module":
         """The network with its weights, some of them in place of its own (a milestone's), frozen."""
@@ -134,20 +166,22 @@ class Checkpoint:
             hashed = weights.sha256()
         if hashed != card.weights_sha256:
             raise self._foreign(WEIGHTS)
-        return StoredExpert(self.config(), card.family, card.prediction, card.schedule, weights, card)
+        how = card.family, card.prediction, card.schedule
+        return StoredExpert(self.config(), *how, weights, card, self.base() or {})
 
     def write(self, network: "nn.Module", weights: "Mapping[str, Tensor]", card: Card) -> Card:
         """Publish a network: settings and weights first, read back, then `card.json`, or `Conflict`."""
         from atoll.model.expert import settings_of
 
-        return self._write(settings_of(network), _serialised(weights), card)
+        return self._write(settings_of(network), _blocks(weights), card)
 
     def save(self, network: "nn.Module", card: Card) -> Card:
         """Write a network over an earlier one; the same one that lies there is left alone."""
         from atoll.model.expert import settings_of
+        from atoll.networks.lora import own
 
-        weights, settings = network.state_dict(), settings_of(network)
-        data = b"".join(_serialised(weights))
+        weights, settings = own(network, network.state_dict()), settings_of(network)
+        data = serialised(weights)
         # A pipeline may have been moved to 16 bits since: its card says so, and names other weights.
         digests = {"config_sha256": digest(settings), "weights_sha256": sha256(data)}
         if card.weights_sha256 not in ("", digests["weights_sha256"]):
@@ -202,6 +236,7 @@ class Checkpoint:
                 raise StoreError(f"{folder / name} is missing", REMEDY)
         check_safetensors(folder / WEIGHTS)
         self.config()
+        self.base()
         return self.card
 
     def _weights(self) -> bytes:
@@ -245,7 +280,12 @@ def use_default_permissions(folder: Path) -> None:
                 shutil.copymode(like, path)
 
 
-def _serialised(weights: "Mapping[str, Tensor]") -> "Iterator[bytes]":
+def serialised(weights: "Mapping[str, Tensor]") -> bytes:
+    """What the weights' file of these tensors holds."""
+    return b"".join(_blocks(weights))
+
+
+def _blocks(weights: "Mapping[str, Tensor]") -> "Iterator[bytes]":
     from atoll.store.tensors import to_blocks
 
     on_host = {name: value.detach().cpu() for name, value in weights.items()}

@@ -8,7 +8,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,8 @@ class StoredExpert:
     schedule: str
     weights: Mapping[str, Tensor]
     card: Card | None = None
+    base: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of a low-rank change: the weights of the network that it changes, one object for all that do."""
 
     @classmethod
     def of(cls, expert: Expert) -> "StoredExpert":
@@ -209,10 +211,13 @@ class StoredExpert:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """Types and shapes of its tensors, by name; nothing is read for them."""
-        if isinstance(self.weights, FileWeights):
-            return self.weights.specs
-        return {name: Spec(value.dtype, tuple(value.shape)) for name, value in self.weights.items()}
+        """Types and shapes of its own tensors, by name; nothing is read for them."""
+        return _specs(self.weights)
+
+    @property
+    def shared(self) -> str:
+        """Digest of the network that it changes; empty of a whole one, or of a change put together."""
+        return self.card.base if self.card is not None and self.base else ""
 
     def dtypes(self) -> set[torch.dtype]:
         """Types of its tensors' numbers."""
@@ -221,12 +226,19 @@ class StoredExpert:
     def network(self) -> nn.Module:
         """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
         where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
-        return build_network(family(self.family).load, self.config, self.specs, where)
+        specs = {**_specs(self.base), **self.specs}
+        return build_network(family(self.family).load, self.config, specs, where)
 
     def expert(self) -> Expert:
         """The same with a network of its own in memory."""
-        network = fill_network(self.network(), dict(self.weights))
+        network = fill_network(self.network(), {**self.base, **self.weights})
         return Expert(network, self.family, self.prediction, self.schedule, self.card)
+
+
+def _specs(weights: Mapping[str, Tensor]) -> dict[str, Spec]:
+    if isinstance(weights, FileWeights):
+        return weights.specs
+    return {name: Spec(value.dtype, tuple(value.shape)) for name, value in weights.items()}
 
 
 def build_network(

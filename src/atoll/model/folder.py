@@ -7,7 +7,7 @@ they may be edited.
 
 import importlib.metadata
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
@@ -16,13 +16,15 @@ from pydantic import Field, model_validator
 
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.format import File
+from atoll.base.hashing import sha256
 from atoll.encoders.registry import with_tokenizers
 from atoll.flow.settings import shift_line
 from atoll.model.card import LARGEST_K, REMEDY, WEIGHTS, Card
-from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.model.checkpoint import BASES, CARD, Checkpoint, serialised
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
+from atoll.networks.lora import shared
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
@@ -180,14 +182,22 @@ class FolderWriter:
         self.experts: dict[int, Card] = {}
         self.router: Card | None = None
         self.pretrain: Card | None = None
+        self.base: tuple[str, Callable[[], bytes]] | None = None  # digest and bytes of what experts change
         self.entries: list[FileEntry] = []
 
     def copy(self, published: Checkpoint) -> None:
         """Copy an expert, the router or shared pretraining's network from where it was published."""
         self.add(published.copy(Checkpoint(self.folder, part_of(published.card))))
+        if (base := published.base()) is not None:
+            self.base = published.card.base, base.path.read_bytes
 
     def save(self, network: "nn.Module", card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""
+        if card.base:
+            if self.base is None:  # its numbers may have been cast since
+                data = serialised(shared(network, network.state_dict()))
+                self.base = sha256(data), lambda: data
+            card = card.model_copy(update={"base": self.base[0]})
         self.add(card := Checkpoint(self.folder, part_of(card)).save(network, card))
         return card
 
@@ -229,7 +239,14 @@ class FolderWriter:
         self._put(f"experts/{EXPERTS}", to_json(listing.to_json()))
 
         # Experts of an earlier folder that are not among these: nobody would read them, and they are large.
-        names = (*self.experts, *([PRETRAIN] if self.pretrain else []))
+        names = [*self.experts, *([PRETRAIN] if self.pretrain else [])]
+        # What experts change (LoRA) lies here once: it may be shared pretraining's network, which is here.
+        if self.base and (self.pretrain is None or self.pretrain.weights_sha256 != self.base[0]):
+            names.append(BASES[0])
+            if not self.folder.exists(key := f"experts/{BASES[0]}/{WEIGHTS}") or (
+                entry_of(self.folder, ".", key).sha256 != self.base[0]
+            ):
+                self.folder.put(key, self.base[1]())
         own = tuple(f"experts/{name}/" for name in names)
         for key in self.folder.list("experts"):
             if key.count("/") > 1 and not key.startswith(own):

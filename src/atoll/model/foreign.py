@@ -18,6 +18,7 @@ from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import CARD
 from atoll.model.expert import FileWeights
 from atoll.networks.families import Family, kept_buffers
+from atoll.networks.lora import shared
 from atoll.networks.settings import DataShape
 from atoll.store.store import Absent
 
@@ -191,9 +192,9 @@ class Fit:
 
 
 def compare(network: nn.Module, weights: Mapping[str, Tensor]) -> Fit:
-    """Which of these weights fit the network's parameters, by name and shape."""
+    """Which of these weights fit the network's parameters, by name and shape; a change (LoRA) is its own."""
     kept, drawn, numbers, total = [], {}, 0, 0
-    for name, parameter in network.named_parameters():
+    for name, parameter in shared(network, dict(network.named_parameters())).items():
         total += parameter.numel()
         if name not in weights:
             drawn[name] = "not there"

@@ -126,10 +126,13 @@ class Model:
 
         # Read when a picture is first drawn: a wrong prompt is then refused before gigabytes are.
         def bank() -> Bank:
-            pretrain = parts[PRETRAIN_PART].expert(device, dtype=dtype) if PRETRAIN_PART in parts else None
+            guide, pretrain = parts.get(PRETRAIN_PART), None
             cards = {number: part.card for number, part in experts.items()}
-            costs = Costs.of(router.card, cards, content.k, pretrain.card if pretrain else None)
+            costs = Costs.of(router.card, cards, content.k, guide.card if guide else None)
             loaded = load_experts(experts, content.k, residency, device)
+            if guide is not None:
+                pretrain = loaded.unchanged(guide.card) if isinstance(loaded, ResidentExperts) else None
+                pretrain = pretrain or guide.expert(device, dtype=dtype)
             return Bank(loaded, router.router(device, dtype), absent, costs, pretrain)
 
         if generation is None:  # as the folder's pipeline draws if a call says nothing else
@@ -331,7 +334,8 @@ def load_experts(
 ) -> Networks:
     """All K experts on the device, or as many as the budget lets; None where one is not there."""
     dtype = weights_dtype(residency.dtype, device)
-    if not residency.limited:
+    # Changes of one network (LoRA) share it, as experts do that take turns on the device.
+    if not residency.limited and not any(part.card.base for part in parts.values()):
         loaded = {number: part.expert(device, dtype=dtype) for number, part in parts.items()}
         return [loaded.get(number) for number in range(k)]
     stored = {number: part.open_lazily() for number, part in parts.items()}

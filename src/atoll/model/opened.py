@@ -12,7 +12,7 @@ from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_config
 from atoll.model.card import REMEDY, Card, check_place, check_together
-from atoll.model.checkpoint import CONFIG, PICKLES, Checkpoint, check_safetensors
+from atoll.model.checkpoint import BASES, CONFIG, PICKLES, Checkpoint, check_safetensors
 from atoll.model.folder import (
     BANK,
     EXPERTS,
@@ -90,7 +90,8 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     fix, lists = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
     root = fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, *lists], fix, **hub)
     numbers = read_index(root / "experts").numbers
-    wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)] + [f"{PRETRAIN_PART}/*"]
+    wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)]
+    wanted += [f"{part}/*" for part in (PRETRAIN_PART, f"experts/{BASES[0]}")]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
     refused = [f"*{suffix}" for suffix in PICKLES] + ["*.py"]
     return fetch(str(name), [*wanted, *others, README, PICTURE], fix, refused, **hub)

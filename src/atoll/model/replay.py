@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
+from atoll.networks.lora import is_change
 
 Call = Callable[[Tensor, Tensor, Condition], Tensor]
 MOST = 48
@@ -45,6 +46,9 @@ class Replayed:
     def __init__(self, network: nn.Module, call: Call, device: str = "cuda") -> None:
         self._network, self._call, self._device = network, call, device
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        # Weights move all together, but for those of a network that experts change (LoRA): these stay.
+        changed = [name for name, _ in network.named_parameters() if is_change(name)]
+        self._mark = changed[0] if changed else None
 
     def __call__(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if x.device.type != self._device or torch.is_grad_enabled():
@@ -52,7 +56,9 @@ class Replayed:
         rows, parts = filled(len(x)), cond.parts()
         inputs = [x, t, *parts.values()]
         # A graph holds addresses: where the weights lie tells whose they are.
-        weights = next((part.data_ptr() for part in self._network.parameters()), 0)
+        mark = next(self._network.parameters(), None)
+        mark = mark if self._mark is None else self._network.get_parameter(self._mark)
+        weights = 0 if mark is None else mark.data_ptr()
         key = (weights, rows, *parts, *((part.shape[1:], part.dtype) for part in inputs))
         graph = self._graphs.get(key)
         if graph is None:

@@ -1,8 +1,9 @@
 """Which expert sits where: on disk, in host memory, or on the device, within a budget.
 
 There is one network per architecture. Experts share it: before one runs, the network's parameters are pointed
-at its weights. Module, parameters and shapes stay the same objects, so a compiled network is not compiled
-again. Weights lie in slots, one flat block of device memory each.
+at its weights. Of low-rank changes of a network (LoRA) the network's own weights stay, and the changes move.
+Module, parameters and shapes stay the same objects, so a compiled network is not compiled again. Weights lie
+in slots, one flat block of device memory each.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from atoll.base.condition import Condition
+from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
+from atoll.model.card import Card
 from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
 from atoll.model.generation import Residency
 from atoll.model.replay import Replayed
@@ -56,7 +58,7 @@ class ResidentExperts:
         self._count = len(stored)
         for number, source in enumerate(stored):
             if source is not None:
-                key = digest({"family": source.family, "config": dict(source.config)})
+                key = digest({"family": source.family, "config": dict(source.config), "base": source.shared})
                 if key not in self._modules:
                     self._modules[key] = _SharedModule(source, self.device, dtype, compile)
                 module = self._modules[key]
@@ -132,6 +134,15 @@ class ResidentExperts:
             # The GPU runs behind the host: whoever overwrites the slot has to wait for this event.
             slot.done.record(torch.cuda.current_stream(self.device))
         return v
+
+    def unchanged(self, card: Card) -> "Denoiser | None":
+        """The network of this card, if it is the one that experts change (LoRA): a change of zeros."""
+        for source in self._experts.values():
+            if source.stored.shared == card.weights_sha256:
+                slot = _Slot.make(source.module.layout.nbytes, self.device)
+                slot.block.zero_()
+                return _Unchanged(source, slot)
+        return None
 
     def close(self) -> None:
         """Give all memory back. Experts that are asked afterwards are brought again."""
@@ -245,6 +256,16 @@ class ResidentExpert:
         return self.experts.velocity(self.number, x_t, t, cond)
 
 
+@dataclass(frozen=True)
+class _Unchanged(Denoiser):
+    source: "_ResidentSource"
+    slot: "_Slot"
+
+    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
+        self.source.module.bind(self.slot)
+        return self.source.expert.velocity(x_t, t, cond)
+
+
 class Layout:
     """Where the tensors of one architecture lie in one flat block of memory."""
 
@@ -319,6 +340,9 @@ class _SharedModule:
             self.network: nn.Module = stored.network().eval().requires_grad_(False)
             specs = {}
             for name, value in self.network.state_dict(keep_vars=True).items():
+                if name in stored.base:  # what experts share stays here; their own lies in slots
+                    value.data.copy_(stored.base[name])
+                    continue
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 specs[name] = Spec(kind, tuple(value.shape))
                 # The module takes no memory of its own; `bind` points its parameters into a slot.
@@ -327,7 +351,8 @@ class _SharedModule:
             if compile is not None:
                 self.network.compile(**compile)
             self.layout = Layout(specs)
-            self._held: dict[str, Tensor] = dict(self.network.state_dict(keep_vars=True))
+            held = self.network.state_dict(keep_vars=True)
+            self._held: dict[str, Tensor] = {name: held[name] for name in specs}
             self._nothing = {name: value.detach() for name, value in self._held.items()}
         self._slot: _Slot | None = None
         self.replayed: Replayed | None = None

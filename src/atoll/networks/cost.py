@@ -96,8 +96,9 @@ class Footprint:
 
     Attributes:
         parameters: trainable numbers.
-        block_parameters: those of its largest block.
-        outer_parameters: those outside the blocks.
+        frozen: numbers that stay as they are: those of the network that it changes (LoRA).
+        block_parameters: all of its largest block.
+        outer_parameters: all outside the blocks.
         casts: weights in bf16, kept from the forward to the backward pass; 0 without bf16.
         activations: kept for the backward pass, per sample.
         checkpointed: the same where every block is computed again in the backward pass, per sample: the
@@ -113,11 +114,12 @@ class Footprint:
     activations: float
     checkpointed: float
     drawing: float = 0.0
+    frozen: int = 0
 
     @property
     def state(self) -> int:
         """Weights, gradients, AdamW's two moments and the average of the weights."""
-        return (WEIGHTS + GRADIENTS + MOMENTS + EMA) * self.parameters
+        return (WEIGHTS + GRADIENTS + MOMENTS + EMA) * self.parameters + WEIGHTS * self.frozen
 
 
 def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footprint:
@@ -166,10 +168,12 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
             block.register_forward_hook(lambda *_: within.clear())
         # Two batches: what does not grow with the batch is casts of the weights.
         each, kept = ((more - less) / 2 for more, less in zip(saved(3), saved(1), strict=True))
-    sizes, total = [parameter_count(block) for block in blocks], parameter_count(network)
-    inside = (each - kept) / max(1, len(blocks))
-    casts, drawing = (2 if bf16 else 0) * total, inside / (2 if bf16 else 4)
-    return Footprint(total, max(sizes, default=0), total - sum(sizes), casts, each, kept + inside, drawing)
+    sizes, total = ([sum(p.numel() for p in m.parameters()) for m in ms] for ms in (blocks, [network]))
+    trained, inside = parameter_count(network), (each - kept) / max(1, len(blocks))
+    casts, drawing = (2 if bf16 else 0) * total[0], inside / (2 if bf16 else 4)
+    outside, frozen = total[0] - sum(sizes), total[0] - trained
+    largest = max(sizes, default=0)
+    return Footprint(trained, largest, outside, casts, each, kept + inside, drawing, frozen)
 
 
 class Float32Norms(TorchFunctionMode):
@@ -222,7 +226,7 @@ def mode(
     if parts > 1:
         # FSDP2 prefetches: the block in hand and the next one are whole, and what lies outside of blocks.
         gathered = counted.outer_parameters + 2 * counted.block_parameters
-        copies = min(counted.parameters, gathered) * WEIGHTS
+        copies = min(counted.parameters + counted.frozen, gathered) * WEIGHTS
         # Between micro-batches it keeps whole gradients, and divides them after the last.
         copies += GRADIENTS * counted.parameters * (sharded and accumulates)
     return Mode(sharded, checkpointing, micro_batch, counted.state / parts, copies, activations)

@@ -19,7 +19,15 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.imports import lean_imports
 from atoll.base.rng import generator
-from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
+from atoll.networks.lora import DOWN, UP, add_change, is_change, trainable
+from atoll.networks.settings import (
+    TAKES_TEXT,
+    DataShape,
+    FamilyName,
+    LoraConfig,
+    NetworkConfig,
+    check_sides,
+)
 
 PIXELS = 8
 """Of a latent pixel, for PixArt-alpha's embedding of sizes: its autoencoder has these."""
@@ -68,7 +76,8 @@ class Family:
         for name in config.arguments.keys() - (known := self.defaults()).keys():
             what = f"network.arguments: {self.class_name} has no argument {name!r}"
             raise ConfigError(what, nearest(name, known))
-        return self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
+        network = self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
+        return network if config.lora is None else add_change(network, config.lora)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         """Switch off what a class does by itself that must not happen; returns the network."""
@@ -81,7 +90,10 @@ class Family:
 
     def load(self, config: Mapping[str, Any]) -> nn.Module:
         """A network from the `config.json` that diffusers wrote, without its weights."""
-        return self.adapt(cast(Any, self.network_class()).from_config(dict(config)))
+        arguments = {name: value for name, value in config.items() if name != "lora"}
+        network = self.adapt(cast(Any, self.network_class()).from_config(arguments))
+        lora = config.get("lora")
+        return network if lora is None else add_change(network, LoraConfig.parse(lora, "config.json"))
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
@@ -393,7 +405,7 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 def parameter_count(network: nn.Module) -> int:
     """Number of trainable numbers."""
-    return sum(math.prod(p.shape) for p in network.parameters())
+    return sum(math.prod(p.shape) for p in trainable(network).values())
 
 
 # PixArt's blocks share one adaLN, which its authors draw at random; they zero the cross-attention instead.
@@ -415,7 +427,9 @@ def initialise(network: nn.Module, seed: int) -> None:
         weight.copy_(torch.randn(weight.shape, generator=source) * std)
 
     with torch.no_grad():
-        for module in network.modules():
+        for name, module in network.named_modules():
+            if is_change(name):
+                continue
             if isinstance(module, nn.Linear | nn.Conv2d):
                 flat = module.weight.view(module.weight.shape[0], -1)
                 bound = (6.0 / (flat.shape[0] + flat.shape[1])) ** 0.5  # Xavier, a convolution as a matrix
@@ -446,3 +460,10 @@ def initialise(network: nn.Module, seed: int) -> None:
                 assert isinstance(layer, nn.Linear), name
                 layer.weight.zero_()
                 layer.bias.zero_()
+        # peft's: a change starts at zero.
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Linear) and name.endswith(f".{DOWN}"):
+                values = torch.rand(layer.weight.shape, generator=source) * 2 - 1
+                layer.weight.copy_(values * layer.in_features**-0.5)
+            elif isinstance(layer, nn.Linear) and name.endswith(f".{UP}"):
+                layer.weight.zero_()

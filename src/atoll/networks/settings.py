@@ -32,6 +32,23 @@ SIZES: dict[str, tuple[int, int, int]] = {
 }
 
 
+class LoraConfig(Config):
+    """A low-rank change of a network that all experts share (LoRA)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the change of a layer: at most the width of the network."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The change is scaled by alpha / rank; by default alpha is the rank."""
+    targets: list[str] = []
+    """Names, or their ends, of the linear layers that are changed, such as `to_q`; by default all those of
+    the blocks."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the two matrices."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
 class NetworkConfig(Config):
     """Network architecture and size. The image shape comes from the data."""
 
@@ -59,8 +76,17 @@ class NetworkConfig(Config):
     """Divides the positions of patches: with 2, latents of twice the side keep the range of positions, with 1
     they go beyond it. By default as the class has it, and `init` must have the same positions."""
 
+    lora: LoraConfig | None = None
+    """Train every expert as a low-rank change (LoRA) of the network of shared pretraining, or of `init`; `{}`
+    uses the defaults, null trains whole networks. All other runs are whole networks."""
+
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+    @property
+    def whole(self) -> "NetworkConfig":
+        """The network without a low-rank change."""
+        return self.model_copy(update={"lora": None})
 
     @property
     def guidance(self) -> bool:
@@ -80,7 +106,7 @@ class NetworkConfig(Config):
 
     def architecture(self) -> tuple[Any, ...]:
         """What decides names and shapes of the weights, given the data."""
-        return self.family, self.dimensions(), self.patch, self.arguments
+        return self.family, self.dimensions(), self.patch, self.arguments, self.lora
 
 
 _Size = Annotated[int, Field(ge=0, le=65536)]

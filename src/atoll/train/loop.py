@@ -21,6 +21,7 @@ from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
+from atoll.networks.lora import own, trainable
 from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
@@ -64,7 +65,7 @@ class _Run:
         wide = self.autocast and cpu and not self.sharding.recomputes
         self.attention = Float32Attention() if wide else nullcontext()
         self.forward = self.sharding.wrap(task.step)
-        self.parameters = list(network.parameters())
+        self.parameters = list(trainable(network).values())
         optimizer = torch.optim.AdamW(
             self.parameters,
             lr=settings.lr,
@@ -167,7 +168,7 @@ class _Run:
         state, network = self.state, self.task.network
         # The average is what is published. Gathering is a collective: every rank takes part, tensor by
         # tensor, so that no GPU ever holds the whole network twice, and rank 0 alone keeps the result.
-        kept = {**state.ema.weights, **kept_buffers(network)}
+        kept = own(network, {**state.ema.weights, **kept_buffers(network)})
         gathered = ((name, whole(tensor)) for name, tensor in kept.items())
         weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
 

@@ -186,6 +186,8 @@ class TrainingRows:
             batch=plan.batch,
             train_flops=plan.train_flops,
             forward_flops=plan.forward_flops,
+            # A run that changes a network starts from it: its `init/` holds that network's file.
+            base=(plan.init_sha256 or "") if settings.get("lora") else "",
             provenance={
                 "atoll": code_version(),
                 "torch": torch.__version__,

@@ -28,6 +28,7 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.processes import ProcessGroup
 from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import GuardConfig
+from atoll.networks.lora import trainable
 from atoll.store.log import COMMIT, Commit, Fenced, Log
 from atoll.store.manifest import FileEntry, check_file, write_blocks
 from atoll.store.store import Absent, Damaged, Store
@@ -49,7 +50,7 @@ class Ema:
 
     def __init__(self, network: nn.Module, half_life: float, ramp: float) -> None:
         self.network, self.half_life, self.ramp = network, half_life, ramp
-        self.parameters = dict(network.named_parameters())  # kept: to look them up takes time at every step
+        self.parameters = trainable(network)  # kept: to look them up takes time at every step
         self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def decay(self, samples: int, batch: int) -> float:
@@ -152,7 +153,7 @@ class TrainState:
 
     def files(self) -> Files:
         """The living tensors, in the order of their names, by the file that each is saved in."""
-        weights = dict(self.network.named_parameters())
+        weights = trainable(self.network)
         moments = {
             f"{name}/{key}": torch.as_tensor(value)
             for name, parameter in weights.items()
@@ -193,7 +194,7 @@ class TrainState:
         self.samples, self.step, self.seconds = commit.samples, commit.step, commit.seconds
         self.tracker = commit.tracker
         self.guard.restore(commit.guard)
-        parameters = dict(self.network.named_parameters())
+        parameters = trainable(self.network)
         own: dict[str, dict[str, Any]] = {"weights": parameters, "ema": self.ema.weights}
         for file, tensors in files:
             kind = file.partition(".")[0].partition("-")[0]

@@ -252,6 +252,30 @@ class CampaignConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        for number in range(self.partition.k):
+            network = self.island(number)[0]
+            if network.lora is None:
+                continue
+            if not self.budget.pretrain and network.init == "scratch":
+                raise ConfigError(
+                    "network.lora changes a network that all experts share, and there is none",
+                    "set budget.pretrain above 0, or network.init to a checkpoint",
+                )
+            if network.whole != self.network.whole:
+                raise ConfigError(
+                    f"islands.{number}.network: with network.lora all experts change one network",
+                    f"leave it out, or set islands.{number}.network: {{lora: null}} too",
+                )
+            _, heads, width = network.dimensions()
+            if network.lora.rank > heads * width:
+                raise ConfigError(
+                    f"network.lora.rank {network.lora.rank} is over the network's width, {heads * width}",
+                    f"set it to {heads * width} or less",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_pretrain(self) -> Self:
         if not self.budget.pretrain:
             return self
@@ -289,6 +313,9 @@ class CampaignConfig(Config):
             return self
         student.batch(self.train.batch)
         network, k = self.denoiser("student")[0], self.partition.k
+        if network.lora is not None:
+            what = "student.network.lora: a student is a whole network, which needs no other"
+            raise ConfigError(what, "leave it out")
         if student.stock:
             check_settings(network.family, self.data.vae, network.patch)
         start, expert = student.origin()
@@ -342,10 +369,10 @@ class CampaignConfig(Config):
         # Its rate need not fall: the experts go on at the peak.
         if role == "pretrain":
             schedule = {"lr_schedule": self.budget.pretrain_lr_schedule}
-            return self.network, self.train.model_copy(update=schedule)
+            return self.network.whole, self.train.model_copy(update=schedule)
         if role != "student" or self.student is None:
-            return self.network, self.train
-        network = _changed(self.network, self.student.network, "student.network")
+            return self.network.whole, self.train
+        network = _changed(self.network.whole, self.student.network, "student.network")
         return network, _changed(self.train, self.student.train, "student.train")
 
     def training(self, role: str, island: int | None = None) -> TrainConfig:
