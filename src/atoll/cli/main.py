@@ -370,6 +370,7 @@ def report(campaign: str) -> None:
     default="auto",
     help="Take text encoder and VAE along, or only their names; auto goes by licence and size.",
 )
+@click.option("--lora", type=click.IntRange(1), metavar="RANK", help="The experts as LoRA files, alone.")
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
 @click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
@@ -377,16 +378,15 @@ def report(campaign: str) -> None:
 @click.option("--private", is_flag=True, help="With --push: make a new repository private, not public.")
 def export(campaign: str, to: Path, experts: str | None, private: bool, **options: Any) -> None:
     """Write a folder that AtollPipeline loads anywhere; monolith and student as diffusers' own pipeline."""
-    from atoll.export.ensemble import ExportRequest, export_campaign
+    from atoll.export.ensemble import ExportRequest
+    from atoll.export.lora import export_model
     from atoll.export.push import check_account, push_folder
-    from atoll.export.stock import export_stock
 
     numbers: Any = "auto" if experts is None else _numbers(experts, "--experts")
     request = ExportRequest(to, numbers, **options)
     if request.push:
         check_account(request.push)
-    write = export_campaign if request.model == "ensemble" else export_stock
-    root = write(open_campaign(campaign), request)
+    root = export_model(open_campaign(campaign), request)
     if request.push:
         say(f"pushed to {push_folder(root, request.push, private or None).repo_url}")
 

@@ -38,6 +38,7 @@ class ExportRequest:
         key: private key that signs the folder.
         model: `ensemble`; the others go as stock pipelines (`stock.export_stock`).
         push: name on the hub under which the card's program loads the folder; see `push_folder`.
+        lora: rank of LoRA files of the experts, in place of all else (`lora.export_lora`).
     """
 
     to: Path
@@ -48,6 +49,7 @@ class ExportRequest:
     model: str = "ensemble"
     key: Path | None = None
     push: str | None = None
+    lora: int | None = None
 
     @property
     def name(self) -> str:

@@ -98,22 +98,24 @@ class Checkpoint:
         return self.config(), {**(self.base() or {}), **weights}
 
     def base(self) -> "FileWeights | None":
-        """Weights of the network that this one is a change of, from beside it; None of a whole network."""
+        """Weights of the network that this one is a change of; None of a whole network."""
+        return self.beside(self.card.base) if self.card.base else None
+
+    def beside(self, sha: str) -> "FileWeights":
+        """Weights of the network of this digest, which lies beside this one."""
         from atoll.model.expert import FileWeights
 
-        if not self.card.base:
-            return None
-        if (opened := _opened.get(self.card.base)) is not None:
+        if (opened := _opened.get(sha)) is not None:
             return opened
         parent = posixpath.dirname(self.prefix)
         for folder in BASES:
             key = posixpath.join(parent, folder, WEIGHTS)
             if self.store.exists(key):
                 weights = FileWeights(self.store.path(key))
-                if weights.sha256() == self.card.base:
-                    _opened[self.card.base] = weights
+                if weights.sha256() == sha:
+                    _opened[sha] = weights
                     return weights
-        what = f"{self.card.title} is a change (LoRA) of a network ({self.card.base[:12]})"
+        what = f"{self.card.title} is a change (LoRA) of a network ({sha[:12]})"
         where = " or ".join(self.store.name(posixpath.join(parent, folder)) for folder in BASES)
         raise StoreError(f"{what} that does not lie in {where}", "put its own there")
 

@@ -24,7 +24,6 @@ from atoll.model.checkpoint import BASES, CARD, Checkpoint, serialised
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
-from atoll.networks.lora import shared
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import signer
 from atoll.store.store import Store, to_json
@@ -194,6 +193,8 @@ class FolderWriter:
     def save(self, network: "nn.Module", card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""
         if card.base:
+            from atoll.networks.lora import shared
+
             if self.base is None:  # its numbers may have been cast since
                 data = serialised(shared(network, network.state_dict()))
                 self.base = sha256(data), lambda: data

@@ -1,0 +1,118 @@
+"""Experts as stock LoRA files: low-rank changes of the network that all of them started from.
+
+Of an expert that was trained as such a change the file holds its own matrices. Of a whole expert every linear
+layer's change is cut to a rank by its singular values (PHLoRA): all other tensors stay those of the network.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from atoll.base.console import say
+from atoll.base.device import own_device
+from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.markdown import render
+from atoll.campaign.folder import Campaign
+from atoll.campaign.runs import experts_of
+from atoll.export.ensemble import ExportRequest, export_campaign
+from atoll.export.stock import export_stock
+from atoll.model.checkpoint import Checkpoint, use_default_permissions
+from atoll.model.folder import README
+from atoll.model.opened import output_folder, select_experts
+from atoll.networks.families import family
+from atoll.networks.lora import DOWN, UP, is_change
+from atoll.networks.settings import LoraConfig
+from atoll.store.store import to_json
+
+
+def export_model(campaign: Campaign, request: ExportRequest) -> Path:
+    """Write what is asked for: the ensemble, a single network, or experts as LoRA files."""
+    if request.lora is not None:
+        return export_lora(campaign, request, request.lora)
+    return (export_campaign if request.model == "ensemble" else export_stock)(campaign, request)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A low-rank change: two matrices a layer, by peft's names, whose product is the change.
+
+    `kept` is the share of the norm of the expert's whole change that they hold, `outside` that of what lies
+    outside of linear layers.
+    """
+
+    tensors: dict[str, Tensor]
+    kept: float
+    outside: float
+
+
+@torch.no_grad()
+def low_rank(expert: Checkpoint, rank: int) -> LowRank:
+    """The change of an expert over the network that it started from; `ConfigError` if there is none."""
+    card, (config, weights), device = expert.card, expert.read(), own_device()
+    if card.provenance.get("init", {}).get("kind") not in ("pretrain", "checkpoint"):
+        what = f"{card.title} started from scratch, and is no change of a network"
+        raise ConfigError(what, "--lora takes experts of a campaign with budget.pretrain or network.init")
+    base = expert.beside(card.base or str(card.provenance["initial_weights"]))
+    with torch.device("meta"):
+        modules = family(card.family).load(config).named_modules()
+    layers = {n: m for n, m in modules if isinstance(m, nn.Linear) and not is_change(n)}
+    if rank > (widest := max(min(m.in_features, m.out_features) for m in layers.values())):
+        raise ConfigError(f"--lora {rank} is over the network's width, {widest}", f"give {widest} or less")
+    lora = LoraConfig.parse(config.get("lora") or {"rank": rank}, "config.json")
+    rank, tensors, total, outside, kept = min(rank, lora.rank), dict[str, Tensor](), 0.0, 0.0, 0.0
+    for name, first in base.items():
+        layer = name.removesuffix(".weight")
+        down, up = (weights.get(f"{layer}.{part}.weight") for part in (DOWN, UP))
+        change = weights[name] - first if down is None or up is None else lora.scale * up @ down
+        total += (norm := float(change.double().square().sum()))
+        if layer == name or layer not in layers:
+            outside += norm
+        elif norm:
+            # Half of each singular value on either side: then both matrices bear 16 bits alike.
+            left, values, right = torch.linalg.svd(change.float().to(device), full_matrices=False)
+            kept, roots = kept + float(values[:rank].double().square().sum()), values[:rank].sqrt()
+            up, down, lacking = left[:, :rank] * roots, roots[:, None] * right[:rank], rank - len(roots)
+            # A layer narrower than the rank is filled up: peft wants one rank for all.
+            tensors[f"{layer}.{DOWN}.weight"] = nn.functional.pad(down, (0, 0, 0, lacking)).cpu()
+            tensors[f"{layer}.{UP}.weight"] = nn.functional.pad(up, (0, lacking)).cpu()
+    shares = [(part / (total or 1.0)) ** 0.5 for part in (kept, outside)]
+    return LowRank({name: value.contiguous() for name, value in tensors.items()}, *shares)
+
+
+def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
+    """Write a folder for each expert: as diffusers reads it, or peft where a class has no loader."""
+    store, root = campaign.store, output_folder(request.to, "LoRA")
+    if request.model != "ensemble" or request.key is not None:
+        raise ConfigError("--lora goes without --model and --key", "leave them out")
+    parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
+    there = [number for number, part in enumerate(parts) if part.published]
+    if not there:
+        raise PartitionError(f"{store.location} has no expert yet", "train first: atoll launch")
+    rows = list[dict[str, Any]]()
+    for number in select_experts(request.experts, there):
+        card, change = parts[number].card, low_rank(parts[number], rank)
+        kind, folder = family(card.family).network_class(), root / f"expert-{number}"
+        folder.mkdir(parents=True)
+        prefix, file = "transformer.", "pytorch_lora_weights.safetensors"
+        if not (native := hasattr(kind, "load_lora_adapter")):
+            prefix, file = "base_model.model.", "adapter_model.safetensors"
+            names = sorted({name.rpartition(".lora_")[0] for name in change.tensors})
+            alpha = change.tensors[f"{names[0]}.{DOWN}.weight"].shape[0]
+            settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
+            (folder / "adapter_config.json").write_bytes(to_json(settings))
+        tensors = {f"{prefix}{name}": value for name, value in change.tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        use_default_permissions(folder)
+        size = (folder / file).stat().st_size
+        rows.append({"number": number, "kept": change.kept, "outside": change.outside, "bytes": size})
+        lost = f", {change.outside:.1%} is outside of linear layers" * (change.outside > 0)
+        say(f"expert {number}: {change.kept:.1%} of the norm of its change at rank {rank}{lost}")
+    values = {"rank": rank, "rows": rows, "init": card.provenance["init"], "name": request.name}
+    values |= {"native": native, "kind": kind.__name__, "licence": request.licence}
+    (root / README).write_text(render("lora.md", "atoll.export", **values))
+    say(f"wrote {root}: {len(rows)} LoRA files; see {README}")
+    return root
