@@ -14,7 +14,7 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.prepare import prepare
 from atoll.campaign.runs import RunPlan
 from atoll.recipes import catalogue
-from helpers import SMALL, Run, entries, environment, merged, metrics
+from helpers import SMALL, Run, atoll, entries, environment, merged, metrics
 
 pytestmark = pytest.mark.slow
 SMALLER: dict[str, Any] = {
@@ -25,11 +25,22 @@ SMALLER: dict[str, Any] = {
     "train": {"batch": 32, "log_every": 1, "threads": 1, "validations": 1, "previews": 0},
     "budget": {"samples": 32 * 21},  # a share of 4 % is the router's
 }
+# In place of a published checkpoint, which is not here, experts change shared pretraining's network.
+PARTS: dict[str, Any] = {
+    "flux-lora": {
+        "network": {"init": "scratch", "arguments": {"num_layers": 1, "guidance_embeds": True}},
+        "budget": {"samples": 32 * 90, "pretrain": 0.3},
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("name", "hardware"),
-    [("imagenet", ["--rows", "1281167"]), ("paper-3b", ["--gpus", "8", "--rows", "153600000"])],
+    [
+        ("imagenet", ["--rows", "1281167"]),
+        ("paper-3b", ["--gpus", "8", "--rows", "153600000"]),
+        ("flux-lora", ["--gpus", "8", "--gpu", "h100", "--rows", "100000"]),
+    ],
 )
 def test_a_recipe_passes_its_own_plan(name: str, hardware: list[str], run: Run, tmp_path: Path) -> None:
     """Every network is built on meta for it. Nothing is left to set, and no GPU waits for its host."""
@@ -40,11 +51,11 @@ def test_a_recipe_passes_its_own_plan(name: str, hardware: list[str], run: Run, 
         assert words not in said.out, said.out
 
 
-@pytest.mark.parametrize("name", ["imagenet", "paper-3b"])
+@pytest.mark.parametrize("name", ["imagenet", "paper-3b", "flux-lora"])
 def test_a_recipe_trains_on_two_ranks_with_its_own_parallel_settings(name: str, tmp_path: Path) -> None:
     """But for compilation, which takes a CPU minutes: `tests/gpu` compiles."""
     recipe = read_yaml(catalogue.text(name), name)
-    tree = merged(recipe, SMALLER)
+    tree = merged(recipe, merged(SMALLER, PARTS.get(name, {})))
     tree["partition"].pop("fine")
     losses = []
     for ranks in (2, 1):
@@ -54,6 +65,8 @@ def test_a_recipe_trains_on_two_ranks_with_its_own_parallel_settings(name: str, 
         campaign = Campaign.open(folder)
         prepare(campaign)
         make_islands(campaign)
+        if campaign.config.budget.pretrain:
+            assert atoll("train", "pretrain", folder).returncode == 0
         parallel = campaign.config.train.parallel
         assert parallel.strategy == recipe["train"].get("parallel", {}).get("strategy", "ddp")
         assert campaign.config.train.precision == "bf16"
@@ -71,8 +84,8 @@ def test_a_recipe_trains_on_two_ranks_with_its_own_parallel_settings(name: str, 
         done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         island = folder / "islands/0"
-        assert RunPlan.read(campaign.store, "islands/0/island.json").steps == 20
+        assert (steps := RunPlan.read(campaign.store, "islands/0/island.json").steps) >= 20
         assert [entry["ranks"] for entry in entries(island) if entry["kind"] == "acquire"] == [ranks]
         losses.append([line["loss"] for line in metrics(island) if "loss" in line])
     # In bf16, and by sums in another order.
-    assert len(losses[0]) == 20 and losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert len(losses[0]) == steps and losses[0] == pytest.approx(losses[1], rel=0.02)

@@ -1,6 +1,7 @@
 """Recording and replaying, with a stand-in for CUDA's graphs: `tests/gpu` has the real ones."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 from atoll.base.condition import Condition
 from atoll.model import replay
 from atoll.model.replay import Replayed, filled
+from atoll.networks.families import family
+from atoll.networks.lora import add_change, trainable
+from atoll.networks.settings import LoraConfig
+from helpers_networks import conditions, denoiser, noise
 
 
 class Twice(nn.Module):
@@ -122,3 +127,21 @@ def test_batches_are_filled_up_a_little_to_few_shapes():
     for rows in range(1, 600):
         assert rows <= filled(rows) <= max(rows * 9 / 8, rows + 1) and filled(filled(rows)) == filled(rows)
     assert len({filled(rows) for rows in range(1, 257)}) == 40
+
+
+def test_changes_of_one_network_are_recorded_apart(recordings: list[Tensor]):
+    """Their first parameter is the network's, which stays where it is: the address of a change tells."""
+    network = denoiser(1)
+    add_change(network, LoraConfig(rank=2))
+    pool = [{name: torch.randn_like(p) for name, p in trainable(network).items()} for _ in range(3)]
+    replayed = Replayed(network, partial(family("pixart").predict, network), "cpu")
+    given = noise(4), torch.rand(4), conditions(4)
+    held = trainable(network)
+    with torch.no_grad():
+        for _ in range(3):
+            for change in pool:
+                for name, value in change.items():
+                    held[name].data = value
+                expected = family("pixart").predict(network, *given)
+                assert torch.equal(replayed(*given), expected)
+    assert len(recordings) == len(pool)
