@@ -23,12 +23,14 @@ from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig, Prediction
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.generation import Generation
 from atoll.model.routing import Routing
+from atoll.model.sampler import Row, Sampler, times
 from atoll.networks.families import family, initialise
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask, Teacher
 from atoll.train.loop import train
-from atoll.train.rows import TrainingRows
+from atoll.train.rows import Batch, TrainingRows
 from atoll.train.run import train_run
 from helpers import (
     WEIGHTS,
@@ -55,6 +57,26 @@ class Constant:
     def velocity(self, x_t: torch.Tensor, t: torch.Tensor, cond: Condition) -> torch.Tensor:
         self.seen.append(cond)
         return torch.full_like(x_t, self.value)
+
+
+def teacher_of(
+    experts: list[Any], router: Any = None, routing: str = "oracle", few: int | None = None, **how: Any
+) -> Teacher:
+    """A teacher of class labels, by the samples' own clusters unless it is told otherwise."""
+    generation = Generation(routing=Routing.named(routing), **{"steps": 24, "guidance": 1.0, **how})
+    return Teacher(Bank(experts, router), generation, Condition(labels=torch.tensor([2])), few)
+
+
+def velocity(teacher: Teacher, batch: Batch) -> torch.Tensor:
+    """What it teaches at the times of a batch."""
+    return teacher.teach(batch)[2]
+
+
+def drawn(t: torch.Tensor, clusters: torch.Tensor) -> Batch:
+    """A batch of noise at these times."""
+    count, places = len(t), tuple((3, n) for n in range(len(t)))
+    x0, eps = noise(count, CLASSES, 1), noise(count, CLASSES)
+    return Batch(x0, conditions(count, CLASSES), eps, t, clusters, places)
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +123,22 @@ def task_of(
 
 def test_the_teacher_of_a_row_is_the_expert_of_its_cluster(taught: Path) -> None:
     """Clusters are looked up by what the islands' own data sets hold."""
-    task = task_of(taught, Teacher([Constant(0.0), Constant(1.0)]))
+    task = task_of(taught, teacher_of([Constant(0.0), Constant(1.0)]))
     store = Store.open(taught)
     islands = [DataSet.open(store, f"islands/{k}/data") for k in range(2)]
     latents = [part.column("latents").read(range(len(part))).float() for part in islands]
     batch = task.batch(range(60))
-    assert batch.clusters is not None and batch.draws is not None
+    assert batch.clusters is not None
     for x0, cluster in zip(batch.x0, batch.clusters.tolist(), strict=True):
         assert (latents[cluster] == x0).flatten(1).all(1).any()
     assert set(batch.clusters.tolist()) == {0, 1}
-    v = task.teacher.velocity(batch.x0, batch.t, batch.cond, batch.clusters, batch.draws)
+    v = velocity(task.teacher, batch)
     assert torch.equal(v, batch.clusters.float()[:, None, None, None].expand_as(v))
 
 
 def test_a_teacher_sees_the_condition_that_the_student_sees(taught: Path) -> None:
     one, two = Constant(0.0), Constant(1.0)
-    task = task_of(taught, Teacher([one, two]), dropout=0.5)
+    task = task_of(taught, teacher_of([one, two]), dropout=0.5)
     batch = task.batch(range(40))
     assert batch.cond.labels is not None and batch.clusters is not None
     dropped = batch.cond.labels == 2
@@ -132,7 +154,7 @@ def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(t
     """The drawn network gives 0 everywhere, so both losses are known."""
     losses = []
     for weight in (0.0, 0.25):
-        task = task_of(taught, Teacher([Constant(1.0), Constant(3.0)]), data_weight=weight)
+        task = task_of(taught, teacher_of([Constant(1.0), Constant(3.0)]), data_weight=weight)
         batch = task.batch(range(30))
         assert batch.clusters is not None
         losses.append(task.step(batch)[0].detach())
@@ -145,12 +167,12 @@ def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(t
 @pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
 def test_experts_of_any_prediction_teach_their_velocity(prediction: Prediction) -> None:
     experts = [expert(n, CLASSES, prediction, "vp-cosine") for n in range(2)]
-    x_t, t, cond = noise(5, CLASSES), torch.linspace(0.1, 0.9, 5), conditions(5, CLASSES)
-    clusters = torch.tensor([0, 1, 1, 0, 1])
-    v = Teacher(experts).velocity(x_t, t, cond, clusters, torch.empty(5, 0))
-    for row, number in enumerate(clusters.tolist()):
+    batch = drawn(torch.linspace(0.1, 0.9, 5), torch.tensor([0, 1, 1, 0, 1]))
+    x_t, t, v = teacher_of(experts).teach(batch)
+    assert batch.clusters is not None
+    for row, number in enumerate(batch.clusters.tolist()):
         part = slice(row, row + 1)
-        alone = experts[number].velocity(x_t[part], t[part], cond.select(part))
+        alone = experts[number].velocity(x_t[part], t[part], batch.cond.select(part))
         assert torch.allclose(v[part], alone, atol=1e-5)
 
 
@@ -158,21 +180,46 @@ def test_a_routed_teacher_is_the_ensemble_as_it_is_sampled() -> None:
     experts: list[Any] = [expert(n, CLASSES) for n in range(3)]
     asked = Logits(router(7, 3, CLASSES))
     ensemble = Bank(experts, asked)
-    x_t, t, cond = noise(6, CLASSES), torch.linspace(0.1, 1.0, 6), conditions(6, CLASSES)
-    nobody, draws = torch.zeros(6, dtype=torch.long), torch.linspace(0.05, 0.95, 6)[:, None]
+    nobody = torch.zeros(6, dtype=torch.long)
+    batch = drawn(torch.linspace(0.1, 1.0, 6), nobody)
 
-    def velocity(name: str) -> torch.Tensor:
-        return Teacher(experts, asked, Routing.named(name)).velocity(x_t, t, cond, nobody, draws)
+    def taught_by(name: str) -> torch.Tensor:
+        return velocity(teacher_of(experts, asked, name), batch)
 
-    assert torch.allclose(velocity("full"), ensemble.velocity(x_t, t, cond), atol=1e-6)
-    likeliest = asked.logits(x_t, t, cond).argmax(1)
-    assert torch.equal(
-        velocity("top-1"), Teacher(experts).velocity(x_t, t, cond, likeliest, torch.empty(6, 0))
-    )
+    def own(clusters: torch.Tensor) -> torch.Tensor:
+        return velocity(teacher_of(experts), replace(batch, clusters=clusters))
+
+    x_t, t, v = teacher_of(experts, asked, "full").teach(batch)
+    assert torch.allclose(v, ensemble.velocity(x_t, t, batch.cond), atol=1e-6)
+    likeliest = asked.logits(x_t, t, batch.cond).argmax(1)
+    assert torch.equal(taught_by("top-1"), own(likeliest))
     assert len(set(likeliest.tolist())) > 1
-    drawn = velocity("once")
-    own = torch.stack([Teacher(experts).velocity(x_t, t, cond, nobody + k, draws) for k in range(3)])
-    assert ((own - drawn).abs().flatten(2).amax(2) < 1e-5).any(0).all()  # one expert for every sample
+    each, once = torch.stack([own(nobody + k) for k in range(3)]), taught_by("once")
+    assert ((each - once).abs().flatten(2).amax(2) < 1e-5).any(0).all()  # one expert for every sample
+
+
+@pytest.mark.parametrize("routing", ["top-1", "once null sample-1", "full"])
+def test_a_student_of_few_steps_learns_where_the_sampler_of_many_leads(routing: str) -> None:
+    """A network that gave what is taught would draw the teacher's picture: from noise, step by step."""
+    experts: list[Any] = [expert(n, CLASSES) for n in range(3)]
+    how: dict[str, Any] = {"steps": 12, "guidance": 2.5, "shift": 2.0}
+    teacher = teacher_of(experts, Logits(router(7, 3, CLASSES)), routing, few=4, **how)
+    batch = drawn(torch.full((6,), 0.99), torch.zeros(6, dtype=torch.long))
+    rows = [Row(teacher.generation, place) for place in batch.positions]
+    sampler = Sampler(teacher.bank, batch.cond, teacher.null, rows, batch.eps)
+    x, grid = batch.eps, times(4, 2.0)
+    for number in range(4):
+        # Data and noise that are alike meet in the same state at every time.
+        at = replace(batch, t=torch.full((6,), 0.99 - number / 4), x0=x, eps=x)
+        before, after = grid[number], grid[number + 1]
+        x_t, t, v = teacher.teach(at)
+        assert torch.allclose(x_t, x, atol=1e-5) and torch.allclose(t, torch.full((6,), before))
+        if number and routing.startswith("once"):
+            return  # it draws once for each state, and a sampler once for each picture
+        x = x + (after - before) * v
+        for _ in range(3):
+            sampler.advance()
+        assert torch.allclose(x, sampler.x, atol=1e-4)
 
 
 # Training.
@@ -184,7 +231,7 @@ def test_with_exact_teachers_the_loss_falls_to_nothing(taught: Path, tmp_path: P
     dataset = DataSet.open(Store.open(taught), "student/data")
     task = task_of(
         taught,
-        Teacher([Constant(-0.7), Constant(0.4)]),
+        teacher_of([Constant(-0.7), Constant(0.4)]),
         dataset.labels,
         steps=600,
         batch=16,
@@ -305,6 +352,11 @@ def test_the_card_tells_the_teachers(copy: Path) -> None:
         ({"start": "expert:2"}, ("no expert 2", "expert:0 to expert:1")),
         ({"routing": "oracle"}, ("oracle", "teacher: cluster")),
         ({"routing": "top-1 every 2"}, ("every",)),
+        ({"routing": "once null sample-1"}, ("the teacher is not guided",)),
+        ({"steps": 0}, ("student.steps", "greater than or equal to 1")),
+        ({"steps": 32}, ("32 steps of a teacher that takes 24", "teacher_steps to a multiple, such as 32")),
+        ({"steps": 5}, ("5 steps of a teacher that takes 24", "such as 25")),
+        ({"steps": 4, "data_weight": 0.5}, ("student.data_weight",)),
         ({"batch_share": 0.05}, ("0.05 of train.batch, 16, is less than one",)),
         ({"train": {"batch": 4}}, ("student.batch_share",)),
         ({"start": "average", "network": {"depth": 2}}, ("needs equal networks", "expert 0")),

@@ -148,13 +148,19 @@ def divide(
             waiting -= size
     budget.update(zip(experts_of(k), experts, strict=True))
 
-    # The student: its own passes, and those of the experts that it asks for an average row.
+    # The student: its own passes, and those of the experts that it asks for an average row, in both branches
+    # of guidance where there is one, and at all of the teacher's steps to its next.
     if config.student is not None:
         own = denoiser_flops(config.denoiser("student")[0], shape, all_rows)
         teacher = sum(size * part.flops.forward for size, part in zip(sizes, experts, strict=True))
         teacher /= sum(sizes) or 1
+        how = config.student.teaching(1.0).for_condition(config.condition)
+        guided = how.guidance != 1 and not config.network.guidance
+        branches = [how.routing, *([how.routing.of_null or how.routing] if guided else [])]
+        teacher *= sum(routing.experts_per_step(k) for routing in branches)
         if config.student.teacher == "routed":
-            teacher = router.flops.forward + config.student.routing.experts_per_step(k) * teacher
+            teacher += router.flops.forward * (1 + bool(guided and how.routing.of_null))
+        teacher *= how.steps // config.student.steps if config.student.steps else 1
         steps = max(1, round(config.student.step_share * monolith.steps))
         flops = Flops(own.forward, own.train + teacher)
         budget[Run("student")] = RunBudget(steps, config.student.batch(batch), flops)

@@ -189,6 +189,12 @@ class Recipe(Config):
     network: dict[str, Any] = Field(description="Network settings.")
     plan: RunPlan = Field(description="Numbers of the run.")
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What the network is trained to be sampled with, as its card says."""
+        sampling: dict[str, float] = self.network.get("student", {}).get("sampling", {})
+        return sampling
+
     def learned(self) -> dict[str, Any]:
         """The part that decides the weights; how it is logged, saved and spread is not."""
         return self.model_dump(exclude={"train": loose_fields(TrainConfig)})

@@ -48,7 +48,6 @@ class Bank:
     ) -> None:
         self.experts, self.router, self.costs, self.pretrain = experts, router, costs, pretrain
         self.k = len(experts)
-        assert router is not None or self.k == 1, "several experts need a router"
         listed = experts if isinstance(experts, list | tuple) else ()
         self.missing = tuple(sorted({*missing, *(n for n, expert in enumerate(listed) if expert is None)}))
 
@@ -82,6 +81,7 @@ class Bank:
     def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The router's logits `(B, K)`, minus infinity for missing experts; zeros without a router."""
         if self.router is None:
+            assert self.k == 1, "several experts need a router, or known clusters"
             return x_t.new_zeros(len(x_t), 1)  # softmax of one logit is 1, so one network needs no branch
         logits = self.router.logits(x_t, t, cond)
         if logits.shape[1] != self.k:

@@ -9,6 +9,7 @@ from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.format import File
 from atoll.encoders.registry import LatentProducer, Producer, TextProducer
 from atoll.flow.settings import Prediction
+from atoll.model.generation import Generation
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -42,6 +43,16 @@ def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(provenance.get(key, {}), dict):
             raise ValueError(f"{key} is no group of values")
     return provenance
+
+
+def _drawable(sampling: dict[str, float]) -> dict[str, float]:
+    if sampling.keys() - {"steps", "guidance", "shift"}:
+        raise ValueError("it is more than steps, guidance and shift")
+    try:
+        Generation().with_(**sampling)
+    except ConfigError as error:
+        raise ValueError(error.what) from None
+    return sampling
 
 
 class Card(File):
@@ -81,6 +92,8 @@ class Card(File):
     """Operations spent on training, forward and backward."""
     forward_flops: Flops
     """Operations of one evaluation of one sample."""
+    sampling: Annotated[dict[str, float], AfterValidator(_drawable)] = {}
+    """Steps, guidance and shift that it was trained to be sampled with, before those of any campaign."""
     config_sha256: str = ""
     """Digest of `config.json`; set when it is written."""
     weights_sha256: str = ""

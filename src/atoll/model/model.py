@@ -111,6 +111,8 @@ class Model:
             network = Checkpoint.of_run(store, name)
             if trusted is not None:
                 check_trusted(store, f"{network.prefix}/{CARD}", trusted)
+            # A network that learned few steps draws by no others, unless a call asks for them.
+            generation = (generation or Generation()).with_(**network.card.sampling)
             model = cls(lambda: Bank([network.expert(device, dtype=dtype)]), network.card, device, generation)
             model._allowed = encoders
             return model

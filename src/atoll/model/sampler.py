@@ -76,7 +76,7 @@ class Sampler:
     """A batch in flight; `advance` takes one step for all of its rows.
 
     Args:
-        bank: networks and router. Without a router the rows' routings do not count.
+        bank: networks and router. Of one network without a router the rows' routings do not count.
         null: the null condition, one row or one for each.
         weights: `(B, K)` of the first step, where the router was asked before.
         next: experts that are wanted after this batch, in order; those on disk are brought ahead.
@@ -114,7 +114,7 @@ class Sampler:
         self.t: Tensor | None = None
         self.routing_seconds = 0.0
         routings = [row.generation.routing for row in rows]
-        if bank.router is None:
+        if bank.router is None and bank.k == 1:
             # One network: nothing is chosen, whatever the rows ask for, and `once` never chooses again.
             weights, routings = x.new_ones(len(rows), 1), [Routing()] * len(rows)
         for routing in dict.fromkeys(routings):
@@ -266,6 +266,11 @@ class Sampler:
         return sorted(stay), leave
 
     # The flow that a step follows.
+
+    def flow(self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
+        """Guided velocity at any times, where no step is taken: what a student learns."""
+        self._route(x_t, t)
+        return self.velocity(x_t, t)
 
     def velocity(self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
         """Guided velocity, with the routing of the step in hand."""

@@ -1,12 +1,16 @@
 """Distillation: one dense network learns the flow of all experts. It needs no router when it is used.
 
 The teacher of a training sample is the expert of the sample's own cluster (DDM, "Distillation"), or, on
-request, the ensemble as it is sampled, with the router's weights. Teachers are denoisers: whatever they
-predict on whatever schedule, the student learns their rectified-flow velocity.
+request, the ensemble as it is sampled, with the router's weights and guidance. Teachers are denoisers:
+whatever they predict on whatever schedule, the student learns their rectified-flow velocity.
+
+A student of N steps learns it on average over each of its steps: at the N times of its sampler, where the
+teacher's path leads to at the next one (progressive distillation, arXiv 2202.00512 and 2210.03142, with all
+halvings at once). Euler's method with N steps then follows the teacher's path of many.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +23,15 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import publish_initial
 from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.campaign.settings.train import VALIDATION_TIMES
-from atoll.flow.objective import noisy, per_sample_loss, target
-from atoll.model.bank import Bank, LogitSource
+from atoll.flow.objective import noisy, per_sample_loss
+from atoll.flow.schedule import RectifiedFlow, expand
+from atoll.model.bank import Bank
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Dispatch, Networks, route
 from atoll.model.foreign import compare
+from atoll.model.generation import Generation
 from atoll.model.model import load_experts
-from atoll.model.routing import Routing
+from atoll.model.sampler import Row, Sampler, times
 from atoll.store.store import Store
 from atoll.train.rows import Batch, TrainingRows
 from atoll.train.tasks import DenoiserTask, validation
@@ -34,37 +39,46 @@ from atoll.train.tasks import DenoiserTask, validation
 
 @dataclass(frozen=True)
 class Teacher:
-    """The experts of the samples' own clusters or, with a routing, the ensemble as it is sampled."""
+    """The experts as they are sampled; by the clusters of the samples where the routing is `oracle`.
 
-    experts: Networks
-    router: LogitSource | None = None  # asked at every state, where there is a routing
-    routing: Routing | None = None  # None for the cluster's own expert
+    A student of few `steps` learns from paths of `generation.steps`, a multiple of them.
+    """
 
-    @property
-    def draws(self) -> int:
-        """Uniform numbers that a sample brings along."""
-        return 0 if self.routing is None else max(1, self.routing.uniforms)
+    bank: Bank
+    generation: Generation
+    null: Condition
+    steps: int | None = None
 
-    def velocity(self, x_t: Tensor, t: Tensor, cond: Condition, clusters: Tensor, draws: Tensor) -> Tensor:
-        """The velocity `(B, C, H, W)` to learn at states of clusters `(B,)`, with `draws (B, n)`."""
-        if self.routing is None:
-            weights = nn.functional.one_hot(clusters, len(self.experts)).to(x_t.dtype)
-        else:
-            logits = Bank(self.experts, self.router).logits(x_t, t, cond).float()
-            weights = route(self.routing, logits, draws.to(logits), None)
-        # A batch is regrouped, so that every expert runs once at most.
-        return Dispatch(weights, cond).run(self.experts, x_t, t)
+    def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """States `(B, C, H, W)`, their times `(B,)`, and the velocities to learn there."""
+        assert batch.clusters is not None
+        clusters, how = batch.clusters.tolist(), self.generation
+        rows = [Row(how, *row) for row in zip(batch.positions, clusters, strict=True)]
+        t = end = batch.t
+        if self.steps is not None:
+            # Each step is as likely as its share of [0, 1], and begins where a sampler evaluates the network.
+            number = ((1 - batch.t) * self.steps).long().clamp(0, self.steps - 1)
+            grid = batch.t.new_tensor(times(self.steps, how.shift))
+            t, end = grid[number], grid[number + 1]
+            for row, n in zip(rows, number.tolist(), strict=True):
+                row.step = n * (how.steps // self.steps)
+        x_t = noisy(batch.x0, batch.eps, t, RectifiedFlow())
+        sampler = Sampler(self.bank, batch.cond, self.null, rows, x_t)
+        if self.steps is None:
+            return x_t, t, sampler.flow(x_t, t)
+        for _ in range(how.steps // self.steps):
+            sampler.advance()
+        return x_t, t, (x_t - sampler.x) / expand(t - end, x_t)
 
 
 class DistillTask(DenoiserTask):
-    """The student learns the flow of a teacher on the same device; the objective is v on rectified flow.
+    """The student learns from a teacher on the same device; the objective is v on rectified flow.
 
     Rows come with clusters; `data_weight` is the weight of the loss against the data.
     """
 
     def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
-        # The rows bring the teacher's draws, by position as all else: a resumed run asks the same experts.
-        super().__init__(network, replace(rows, draws=teacher.draws))
+        super().__init__(network, rows)
         self.teacher, self.data_weight = teacher, data_weight
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -84,13 +98,10 @@ class DistillTask(DenoiserTask):
 
     def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
         # Losses `(B,)` against the teacher and against the data, of one evaluation of the student.
-        assert batch.clusters is not None and batch.draws is not None
-        x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
         with torch.no_grad():
-            v = self.teacher.velocity(x_t, batch.t, batch.cond, batch.clusters, batch.draws)
-        output = self.family.predict(self.network, x_t, batch.t, batch.cond)
-        data = target(batch.x0, batch.eps, batch.t, self.schedule, "v")
-        return per_sample_loss(output, v), per_sample_loss(output, data)
+            x_t, t, v = self.teacher.teach(batch)
+        output = self.family.predict(self.network, x_t, t, batch.cond)
+        return per_sample_loss(output, v), per_sample_loss(output, batch.eps - batch.x0)
 
 
 def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
@@ -126,15 +137,14 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     return cards
 
 
-def load_teacher(campaign: Campaign, device: torch.device) -> Teacher:
+def load_teacher(campaign: Campaign, null: Condition, device: torch.device) -> Teacher:
     """Load what `teachers` found, on the device as far as `student.residency` allows."""
     settings, store, k = campaign.config.student, campaign.store, campaign.config.partition.k
     assert settings is not None
     parts = {number: Checkpoint(store, run.network) for number, run in enumerate(experts_of(k))}
-    experts = load_experts(parts, k, settings.residency, device)
-    if settings.teacher == "cluster":
-        return Teacher(experts)
-    return Teacher(experts, Checkpoint(store, "router/expert").router(device), settings.routing)
+    router = Checkpoint(store, "router/expert").router(device) if settings.teacher == "routed" else None
+    bank = Bank(load_experts(parts, k, settings.residency, device), router)
+    return Teacher(bank, settings.teaching(campaign.config.objective.time.shift), null, settings.steps)
 
 
 def write_initial_weights(

@@ -20,7 +20,7 @@ from atoll.base.device import onto
 from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.preemption import leak_thread
-from atoll.base.rng import normals, uniforms
+from atoll.base.rng import Position, normals, uniforms
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.columns import some_rows
@@ -48,7 +48,7 @@ class Batch:
     eps: Tensor  # noise like the latents
     t: Tensor  # times (B,)
     clusters: Tensor | None = None  # of each sample (B,), for router and student
-    draws: Tensor | None = None  # uniforms of each sample (B, n), for a student's teacher
+    positions: tuple[Position, ...] = ()  # of each sample in the random streams, for a student's teacher
     made: torch.cuda.Event | None = None  # when a GPU has all of it
 
     def here(self) -> "Batch":
@@ -57,7 +57,7 @@ class Batch:
             stream = torch.cuda.current_stream(self.x0.device)
             stream.wait_event(self.made)
             # Else memory would be given to the next batch while this stream still reads it.
-            for part in (self.x0, self.eps, self.t, self.clusters, self.draws, *self.cond.parts().values()):
+            for part in (self.x0, self.eps, self.t, self.clusters, *self.cond.parts().values()):
                 if part is not None:
                     part.record_stream(stream)
         return self
@@ -73,7 +73,6 @@ class TrainingRows:
     latents: dict[str, Any]  # what made them, for previews and the card
     text: dict[str, Any] | None  # what made the text states, likewise
     clusters: Tensor | None = None  # of every row of the data set (rows,), where batches are to have them
-    draws: int | None = None  # uniforms that each sample brings for a student's teacher, if there is one
     pure_noise: float = 0.0  # share of the samples at exactly t = 1
     device: torch.device = CPU  # where batches lie
 
@@ -161,10 +160,10 @@ class TrainingRows:
 
     def _taught(
         self, samples: Samples, index: NDArray[np.int64], seed: int, positions: range
-    ) -> tuple[Tensor | None, Tensor | None]:
-        # Clusters and a teacher's draws, for those who learn from them.
+    ) -> tuple[Tensor | None, tuple[Position, ...]]:
+        # Clusters and places in the random streams, for those who learn from them.
         clusters = None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
-        return clusters, None if self.draws is None else uniforms(seed, "teacher", positions, (self.draws,))
+        return clusters, tuple((seed, position) for position in positions)
 
     def card(self, network: nn.Module, seconds: float) -> Card:
         """What the finished network says of itself; a student also says who its teachers were."""
@@ -188,6 +187,7 @@ class TrainingRows:
             forward_flops=plan.forward_flops,
             # A run that changes a network starts from it: its `init/` holds that network's file.
             base=(plan.init_sha256 or "") if settings.get("lora") else "",
+            sampling=self.recipe.sampling,
             provenance={
                 "atoll": code_version(),
                 "torch": torch.__version__,

@@ -17,7 +17,7 @@ from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Recipe, RunPlan, run_to_train
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
-from atoll.flow.settings import ObjectiveConfig
+from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.router import Router
@@ -83,10 +83,14 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         # Its recipe names its teachers, so that a resume under others is refused.
         student, cards = config.student, teachers(campaign, plan)
         assert student is not None
-        objective = ObjectiveConfig(time=objective.time, condition_dropout=objective.condition_dropout)
+        # A student of few steps learns at their times, each as often as the others.
+        when = TimeConfig() if student.steps else objective.time
+        sampling = student.sampling(objective.time.shift)
+        objective = ObjectiveConfig(time=when, condition_dropout=objective.condition_dropout)
         hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
-        lesson = student.model_dump(include={"teacher", "routing", "data_weight"})
-        tree["student"] = {**lesson, "teachers": hashes}
+        told = {"teacher", "routing", "data_weight", "guidance", "teacher_steps"}
+        lesson = student.model_dump(include=told)
+        tree["student"] = {**lesson, "sampling": sampling, "teachers": hashes}
         if plan.init == "experts":
             write_initial_weights(campaign, store, plan, network, cards)
     plan = with_initial_weights(network, plan, store, name)
@@ -98,6 +102,7 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         return RouterTask(network, rows, config.router.pure_noise)
     task = DenoiserTask(network, rows)
     if learns == "distill" and student is not None:
-        task = DistillTask(network, rows, load_teacher(campaign, device), student.data_weight)
+        null = rows.train.null.to(device)
+        task = DistillTask(network, rows, load_teacher(campaign, null, device), student.data_weight)
     task.encoders = config.encoders
     return task

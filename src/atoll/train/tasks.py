@@ -86,7 +86,7 @@ class DenoiserTask(Task):
         return validation(losses, VALIDATION_TIMES)
 
     def preview(self) -> bytes:
-        """Twelve training conditions sampled in 12 steps with guidance 2, nearest to a square."""
+        """Twelve training conditions, nearest to a square, in 12 steps with guidance 2, or as its card says."""
         samples, objective = self.rows.train, self.recipe.objective
         denoiser = Expert(
             self.network,
@@ -100,7 +100,8 @@ class DenoiserTask(Task):
         shape = (samples.shape.channels, *samples.shape.usual)
         # A stream of their own: previews take nothing from the noise of training or of sampling.
         noise = normals(0, "preview-noise", index.tolist(), shape).to(self.device)
-        generation = Generation(steps=12, guidance=2.0).for_condition(samples.condition)
+        generation = Generation(steps=12, guidance=2.0).with_(**self.recipe.sampling)
+        generation = generation.for_condition(samples.condition)
         cond, null = samples.conditions(index).to(self.device), samples.null.to(self.device)
         rows = Row.each(generation, range(len(index)))
         latents = Sampler(Bank([denoiser]), cond, null, rows, noise).run()

@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 
 from atoll.base.config import Config, loose
 from atoll.base.errors import ConfigError, nearest
-from atoll.model.generation import Residency
-from atoll.model.routing import Routing, RoutingField
+from atoll.model.generation import Generation, Residency
+from atoll.model.routing import PRETRAIN, Routing, RoutingField
 from atoll.store.lease import LeaseConfig
 
 WARMUP_SHARE = 0.2
@@ -123,6 +123,13 @@ class StudentConfig(Config):
     """`cluster`: the expert of the image's own cluster. `routed`: the ensemble, weighted by the router."""
     routing: RoutingField = Routing.named("top-1")
     """Routing strategy of the `routed` teacher."""
+    steps: int | None = Field(default=None, ge=1)
+    """Sampling steps that the student is trained for, such as 1, 2, 4 or 8, each as long as several of the
+    teacher's; null for as many as anybody likes."""
+    teacher_steps: int = Field(default=24, ge=1)
+    """Sampling steps of the teacher of a student with `steps`, a multiple of them."""
+    guidance: float = Field(default=1.0, ge=0, le=1e6)
+    """Guidance scale of the teacher. Above 1 the student is sampled without guidance, at half the cost."""
     batch_share: float = Field(default=0.25, gt=0)
     """Batch size, as a share of `train.batch`."""
     step_share: float = Field(default=1.0, gt=0)
@@ -148,8 +155,16 @@ class StudentConfig(Config):
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
         if self.routing.every != 1:
             raise ConfigError("student.routing: training has no steps to skip", "leave 'every' out")
-        if self.routing.null is not None:
-            raise ConfigError("student.routing: training is not guided", "leave 'null' out")
+        if self.routing.null == PRETRAIN or (self.routing.null is not None and self.guidance == 1):
+            what = "pretraining is no teacher" if self.guidance != 1 else "the teacher is not guided"
+            raise ConfigError(f"student.routing: {what}", "leave 'null' out")
+        if self.steps is not None and (self.steps > self.teacher_steps or self.teacher_steps % self.steps):
+            what = f"student.steps: {self.steps} steps of a teacher that takes {self.teacher_steps}"
+            more = self.steps * max(1, round(self.teacher_steps / self.steps))
+            raise ConfigError(what, f"set student.teacher_steps to a multiple, such as {more}")
+        if self.steps is not None and self.data_weight:
+            what = "student.data_weight: the data tell the velocity at one time, and not that of a step"
+            raise ConfigError(what, "leave it out, or student.steps")
         if "batch" in self.train:
             raise ConfigError(
                 "student.train.batch: the student's batch is a share of train.batch",
@@ -166,6 +181,18 @@ class StudentConfig(Config):
             return cast(Start, self.start), None
         hint = nearest(self.start, ("scratch", "average", "expert:0"))
         raise ConfigError(f"student.start: unknown {self.start!r}", hint)
+
+    def teaching(self, shift: float) -> Generation:
+        """How the teacher draws, where training times have this shift."""
+        routing = Routing.named("oracle") if self.teacher == "cluster" else self.routing
+        return Generation(steps=self.teacher_steps, guidance=self.guidance, routing=routing, shift=shift)
+
+    def sampling(self, shift: float) -> dict[str, float]:
+        """How the student has to be sampled then, as its card says; empty for as anybody likes."""
+        return {
+            **({"guidance": 1.0} if self.steps or self.guidance != 1 else {}),
+            **({"steps": self.steps, "shift": shift} if self.steps else {}),
+        }
 
     def batch(self, monolith: int) -> int:
         """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
