@@ -33,9 +33,11 @@ from atoll.export.stock import STOCK
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation
+from atoll.model.model import Model
 from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
 from atoll.networks.pipelines import limits_of
+from atoll.store.store import Store
 from helpers import SMALL, command, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import card, random_weights
@@ -228,6 +230,55 @@ def test_a_student_runs_where_there_is_no_atoll(
     padded = Condition(text=states[1:], mask=torch.ones_like(mask[1:]))
     for others in ((null, null), (cond, padded)):
         assert np.abs(picture - own_pictures(folder, *others, vae)[0]).max() > 5
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", ["texts", "labels", "sd3", "flux in pixels"])
+def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
+    name: str, steps: int, students: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """README's program draws what `atoll sample` does, to 1e-4, though the campaign samples otherwise."""
+    folder, to, how = (
+        Path(shutil.copytree(students(name), tmp_path / "c")),
+        tmp_path / "out",
+        {"steps": steps},
+    )
+    path = folder / "student/expert/card.json"
+    card = {**json.loads(path.read_text()), "sampling": {**how, "guidance": 1.0, "shift": SHIFT}}
+    path.write_text(json.dumps(card))
+    argv = ["export", folder, "--model", "student", "--to", to, "--no-picture", "--encoders", "copy"]
+    cli.atoll.main([str(part) for part in argv], standalone_mode=False)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (to / "README.md").read_text(), re.DOTALL)
+    # Numbers in place of the picture: latents, or of DiT's pipeline what they are decoded to.
+    call = "    generator=torch.Generator()"
+    program = snippet[: snippet.index("images = ")].replace('"out"', repr(str(to)))
+    program = (
+        program if "output_type" in program else program.replace(call, f'    output_type="latent",\n{call}')
+    )
+    drawn: dict[str, Any] = {"__name__": "stranger"}
+    exec(compile(program, "README.md", "exec"), drawn)
+    images = torch.as_tensor(drawn["result"].images)
+    if "unpacked" in drawn:
+        images = drawn["unpacked"](images, card["shape"]["size"])
+
+    model = Model.load(Store.open(folder), "student", encoders=Campaign.open(folder).config.encoders)
+    assert (model.generation.steps, model.generation.guidance) == (steps, 1.0)
+    conditions = model.conditions(["0" if name == "labels" else "a prompt"])
+    noise = torch.randn((1, *model.shape), generator=torch.Generator().manual_seed(0))
+    (batch,) = model.generate(conditions, noise=noise)
+    own = batch.latents
+    if name == "labels":
+        own = (
+            (autoencoder(str(students(name).parent / "vae")).decode(own) / 2 + 0.5)
+            .clamp(0, 1)
+            .permute(0, 2, 3, 1)
+        )
+    assert torch.allclose(images, own, atol=1e-4)
+    # Of another number of steps it is another picture.
+    (other,) = model.generate(conditions, model.generation.with_(steps=steps + 1), noise=noise)
+    assert (other.latents - batch.latents).abs().max() > 1e-2
+    assert f"trained for {steps} sampling steps" in (to / "README.md").read_text()
 
 
 @pytest.fixture

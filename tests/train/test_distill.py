@@ -13,17 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError, PartitionError
+from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.preemption import Interrupted
+from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
+from atoll.campaign.measured import MeasuredPoint
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig, Prediction
+from atoll.measure.comparison import compare
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Generation
+from atoll.model.model import Model
 from atoll.model.routing import Routing
 from atoll.model.sampler import Row, Sampler, times
 from atoll.networks.families import family, initialise
@@ -45,6 +49,8 @@ from helpers_networks import CLASSES, Logits, conditions, expert, noise, router
 from nursery import Nursery
 
 STUDENT = {"stock": False, "step_share": 0.2}
+FOUR = {"steps": 4, "guidance": 1.0, "shift": 1.0}
+"""How a student of four steps is sampled, by its card."""
 
 
 @dataclass
@@ -303,7 +309,8 @@ def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
     copy: Path, tmp_path: Path, told_to_leave: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = {"log_every": 1, "checkpoint_every_s": 0.0}
-    start_anew(copy, {"teacher": "routed", "routing": "once", "step_share": 0.5, "train": train})
+    few = {"steps": 4, "teacher_steps": 8, "guidance": 2.0, "routing": "once null sample-1"}
+    start_anew(copy, {"teacher": "routed", **few, "step_share": 0.5, "train": train})
     reference = Path(shutil.copytree(copy, tmp_path / "reference"))
     train_run(Campaign.open(reference), "student")
     told_to_leave(7)
@@ -317,6 +324,7 @@ def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
     assert "resumed at step 7 of" in capsys.readouterr().out
     assert same_bits(copy / "student", reference / "student")
     assert metrics(copy / "student") == metrics(reference / "student")
+    assert Checkpoint(Store.open(copy), "student/expert").card.sampling == FOUR
     # Under other teachers it does not go on.
     replace_expert(other, 1, by=0)
     with pytest.raises(ConfigError, match="was made with other settings"):
@@ -339,6 +347,53 @@ def test_the_card_tells_the_teachers(copy: Path) -> None:
         torch.zeros(2, 1, 8, 8), torch.tensor([0.2, 0.8]), Condition(labels=torch.tensor([0, 1]))
     )
     assert v.isfinite().all() and v.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_a_student_of_few_steps_draws_by_its_own(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In commands, the model and what is measured, until a call asks for something else."""
+    train_run(Campaign.open(copy), "student")
+    path = copy / "student/expert/card.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sampling": FOUR}))
+    model, store = Model.load(Store.open(copy), "student", generation=Generation(steps=25)), Store.open(copy)
+    assert (model.generation.steps, model.generation.guidance) == (4, 1.0)
+    assert model(["1"], steps=2).generation.steps == 2
+    answer = command(capsys, "sample", copy, "1", "--model", "student", "--out", tmp_path / "four.png")
+    assert answer.code == 0 and "4 steps, guidance 1" in answer.out, answer
+    options = [
+        "--model",
+        "student",
+        "--out",
+        tmp_path / "two.png",
+        "--steps",
+        "2",
+        "--set",
+        "sampling.steps=9",
+    ]
+    answer = command(capsys, "sample", copy, "1", *options)
+    assert answer.code == 0 and "2 steps, guidance 1" in answer.out, answer
+    assemble(Campaign.open(copy))
+    capsys.readouterr()
+    compared = compare(
+        Campaign.open(
+            copy, ["compare.strategies=[top-1]", "compare.guidances=[1.0]", "compare.sweep=[top-1]"]
+        )
+    )
+    assert {row.model for row in compared.tables.guidance} == {"top-1"}
+    assert "student as it was trained: steps 4, guidance 1" in capsys.readouterr().out
+    points = [MeasuredPoint.read(store, key) for key in store.list("reports/points") if key.endswith(".json")]
+    steps = {point.subject["name"]: point.protocol.steps for point in points}
+    assert steps == {"student": 4, "ensemble": 2}
+
+
+@pytest.mark.parametrize("sampling", [{"steps": 0}, {"seed": 3}, {"steps": "many"}])
+def test_a_card_of_steps_that_cannot_be_is_refused(copy: Path, sampling: dict[str, Any]) -> None:
+    path = copy / "islands/0/expert/card.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sampling": sampling}))
+    with pytest.raises(StoreError, match="sampling"):
+        _ = Checkpoint(Store.open(copy), "islands/0/expert").card
 
 
 # Mistakes.

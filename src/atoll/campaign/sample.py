@@ -39,8 +39,11 @@ def sample_campaign(
     name: str = "ensemble",
     count: int = 4,
     device: str | None = None,
+    **changes: Any,
 ) -> Pictures:
     """Sample `count` pictures of each prompt as `sampling` says, and write them as `Pictures.save` does.
+
+    A network that was trained for few steps, or with guidance, has its own; `changes` come before these too.
 
     Prompts are texts, or class labels as numbers; none for an unconditional model. `name` is `ensemble`,
     `monolith`, `student` or `pretrain`.
@@ -51,7 +54,7 @@ def sample_campaign(
     model = campaign_model(campaign, name, named_device(device))
     # A command has the machine to itself, where a training has the threads that make its bits the same.
     with using_threads(0):
-        drawn = model(prompts, count)
+        drawn = model(prompts, count, **changes)
     for place in out:
         drawn.save(place)
         routing = "" if drawn.routing is None else f", {drawn.generation.routing}"

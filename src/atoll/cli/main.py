@@ -270,7 +270,8 @@ def sample(
     opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
     from atoll.campaign.sample import sample_campaign
 
-    sample_campaign(opened, [*prompts, *filter(None, lines)], out, model, count, device)
+    asked = {name: generation[name] for name in ("steps", "guidance")}
+    sample_campaign(opened, [*prompts, *filter(None, lines)], out, model, count, device, **asked)
 
 
 @atoll.command("compare")

@@ -48,6 +48,7 @@ DPM = {
     "use_flow_sigmas": True,
 }
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+FLOW_MAP = {"_class_name": "FlowMapEulerDiscreteScheduler", "num_train_timesteps": 1000}
 WITHOUT_VAE = 8
 """Factor between pictures and latents that diffusers' pipelines assume where there is no VAE."""
 PIXART = [(32, 8), (64, 8), (128, 8)]
@@ -55,6 +56,10 @@ PIXART = [(32, 8), (64, 8), (128, 8)]
 DPM_REMARK = (
     "The scheduler is `DPMSolverMultistepScheduler`, because this pipeline does not run flow-matching ones."
     " Its step is Euler's, and it rounds times to thousandths."
+)
+FEW_REMARK = (
+    "The scheduler is `FlowMapEulerDiscreteScheduler` of diffusers 0.39 or later: its times are exactly those"
+    " that the network learned, which few steps depend on."
 )
 PADDING_REMARK = (
     "Training hid padding from the network, and the pipeline alone would show it. So `encode` sets padding to"
@@ -99,8 +104,9 @@ class Stock:
         """Content of `scheduler_config.json` under a time shift."""
         if self.scheduler is EULER:
             return {**self.scheduler, **scheduler_shift(generation.shift, patch)}
-        # The other class has another name for it, and its pipelines tell it of no size.
-        return {**self.scheduler, "flow_shift": generation.at(*card.shape.usual).shift}
+        # The others' pipelines tell them of no size, and diffusers' two classes have two names for it.
+        name = "flow_shift" if self.scheduler is DPM else "shift"
+        return {**self.scheduler, name: generation.at(*card.shape.usual).shift}
 
 
 def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
@@ -109,9 +115,10 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     `ConfigError` where no stock pipeline runs the model, or the folder holds something else.
     """
     published = Checkpoint.of_run(campaign.store, request.model)
-    card, sampling = published.card, campaign.config.sampling
+    card, few = published.card, "steps" in published.card.sampling
+    sampling = campaign.config.sampling.with_(**card.sampling)
     limits_of(card.family)
-    stock, several = STOCK[card.family], card.shape.pooled_width > 0
+    stock, several = (STOCK | FEW if few else STOCK)[card.family], card.shape.pooled_width > 0
     if several:
         stock = stock.whole([*text_parts(card.text)])
         if request.encoders != "copy":  # README.md could not name each with its tokenizer
@@ -203,7 +210,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     # The hub shows a program that gives a pipeline of diffusers its name and a prompt. PixArt's alone runs on
     # that, and only for the published networks' sizes.
     sides = config.get("sample_size"), factor
-    alone = card.family == "pixart" and not outside and sides in PIXART
+    alone = card.family == "pixart" and not outside and sides in PIXART and not few
     text = render(
         "stock.md",
         "atoll.export",
@@ -277,6 +284,8 @@ def _picture(
     with quiet_loading():
         pipe = kind.from_pretrained(str(root), low_cpu_mem_usage=False, **dict.fromkeys(absent), **given)
     pipe.set_progress_bar_config(disable=True)
+    if stock.scheduler is FLOW_MAP:
+        pipe.scheduler.init_noise_sigma = 1.0
     arguments, texts = dict(arguments), prompts(campaign, SHOWN) or [""]
     drawn = len(texts) if card.condition == "text" else SHOWN
     if stock.limits.shifts and pipe.vae is not None and not card.latents["shift"]:
@@ -385,3 +394,16 @@ STOCK: dict[str, Stock] = {
         text_first,
     ),
 }
+
+# At few steps no time may be rounded. This scheduler has no `init_noise_sigma`, which PixArt's pipelines ask
+# for. Where there is one step, Alpha's takes the second value of it, which only schedulers of LCM have.
+FEW: dict[str, Stock] = {
+    "pixart": replace(
+        STOCK["pixart"],
+        limits=Limits("PixArtSigmaPipeline"),
+        scheduler=FLOW_MAP,
+        remarks=(FEW_REMARK, *STOCK["pixart"].remarks[1:]),
+    ),
+    "dit": replace(STOCK["dit"], scheduler=FLOW_MAP, remarks=(FEW_REMARK,)),
+}
+"""The same for models of few steps, where that is something else."""

@@ -284,6 +284,9 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     start, store, config = time.monotonic(), setup.campaign.store, setup.config
     shown = _shown(setup)
     say(f"compare: {config.samples} pictures each, {setup.override.text}")
+    for name, card in setup.dense.items():
+        if own := ", ".join(f"{word} {number:g}" for word, number in card.sampling.items()):
+            say(f"  {name} as it was trained: {own}")
     rows: list[ComparedModel] = []
     samples, weights = dict[str, SavedSamples](), dict[str, Any]()
     for name in (*setup.dense, *setup.strategies):

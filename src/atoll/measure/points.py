@@ -355,8 +355,10 @@ def evaluate(
             source: Folder | Drawn = Folder(images)
         else:
             assert campaign is not None
-            drawn_by = generation_of(campaign).with_(**(generation or {}))
             candidate, rows = published(campaign, model, world.device), config.conditions
+            drawn_by = (
+                generation_of(campaign).with_(**candidate.model.card.sampling).with_(**(generation or {}))
+            )
             samples = samples_of(campaign, campaign.dataset(), rows, candidate.model.card)
             conditions = RowConditions.drawn(campaign, samples, rows, config.samples, drawn_by.seed)
             source = Drawn(candidate, drawn_by, conditions, captioned="clip-score" in chosen)

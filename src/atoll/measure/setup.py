@@ -70,7 +70,9 @@ class CommonSetup:
             swept = [own.with_(guidance=scale).for_condition(kind) for scale in config.guidances]
             scales = sorted({float(generation.guidance) for generation in (own, *swept)})
             if config.guidances:
-                self.extras["sweep"] = {"models": [*self.dense, *names], "guidances": scales}
+                # A student that was taught with guidance is sampled without.
+                plain = [name for name, card in self.dense.items() if not card.sampling]
+                self.extras["sweep"] = {"models": [*plain, *names], "guidances": scales}
             if config.curve:
                 samples = config.curve_samples or config.samples
                 self.extras["curve"] = {"strategies": names, "samples": samples, "guidance": own.guidance}
@@ -148,7 +150,8 @@ class CommonSetup:
     def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
         """Samples of a model, under this strategy if it is an ensemble."""
         routing = name if candidate.routed else None
-        generation = self.override.generation.with_(routing=routing, guidance=guidance)
+        generation = self.override.generation.with_(**candidate.model.card.sampling)
+        generation = generation.with_(routing=routing, guidance=guidance)
         return Drawn(candidate, generation, self.conditions.first(samples))
 
     def model(self, name: str) -> Candidate:

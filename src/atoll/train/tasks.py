@@ -86,7 +86,7 @@ class DenoiserTask(Task):
         return validation(losses, VALIDATION_TIMES)
 
     def preview(self) -> bytes:
-        """Twelve training conditions, nearest to a square, in 12 steps with guidance 2, or as its card says."""
+        """Twelve training conditions, nearest to a square: 12 steps, guidance 2, or as its card says."""
         samples, objective = self.rows.train, self.recipe.objective
         denoiser = Expert(
             self.network,
