@@ -119,22 +119,34 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked"),
+    ("settings", "asked", "routed"),
     [
-        ({}, 1.0),
-        ({"teacher": "routed"}, 1.0),
-        ({"teacher": "routed", "routing": "top-2"}, 2.0),
-        ({"teacher": "routed", "routing": "full"}, 3.0),
-        ({"teacher": "routed", "routing": "once"}, 1.0),
+        ({}, 1.0, 0.0),
+        ({"guidance": 2.0}, 2.0, 0.0),
+        ({"guidance": 2.0, "steps": 8}, 6.0, 0.0),
+        ({"teacher": "routed"}, 1.0, 1.0),
+        ({"teacher": "routed", "routing": "top-2"}, 2.0, 1.0),
+        ({"teacher": "routed", "routing": "full"}, 3.0, 1.0),
+        ({"teacher": "routed", "routing": "once"}, 1.0, 1.0),
+        ({"teacher": "routed", "routing": "top-1", "guidance": 2.0, "steps": 4}, 12.0, 6.0),
+        ({"teacher": "routed", "routing": "once", "steps": 4}, 6.0, 1.0),
+        ({"teacher": "routed", "routing": "top-1 null sample-1", "guidance": 2.0, "steps": 4}, 12.0, 12.0),
+        (
+            {"teacher": "routed", "routing": "full", "guidance": 3.0, "steps": 1, "teacher_steps": 5},
+            30.0,
+            10.0,
+        ),
     ],
 )
-def test_a_student_costs_its_own_passes_and_its_teachers(settings: dict[str, Any], asked: float) -> None:
+def test_a_student_costs_its_own_passes_and_its_teachers(
+    settings: dict[str, Any], asked: float, routed: float
+) -> None:
     student = {"stock": False, **settings}
     without = budget([200, 300, 500], budget={"samples": 100_000})
     made = budget([200, 300, 500], budget={"samples": 100_000}, student=student)
     assert STUDENT not in without
     assert (made[STUDENT].steps, made[STUDENT].batch) == (made[MONOLITH].steps, made[MONOLITH].batch // 4)
-    dense, router = made[MONOLITH].flops, made[ROUTER].flops.forward if "teacher" in settings else 0.0
+    dense, router = made[MONOLITH].flops, routed * made[ROUTER].flops.forward
     assert made[STUDENT].flops.train == pytest.approx(dense.train + router + asked * dense.forward)
     assert made[STUDENT].flops.forward == dense.forward
     if not settings:  # 3F + F at a quarter of the batch

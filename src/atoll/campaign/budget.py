@@ -157,10 +157,11 @@ def divide(
         how = config.student.teaching(1.0).for_condition(config.condition)
         guided = how.guidance != 1 and not config.network.guidance
         branches = [how.routing, *([how.routing.of_null or how.routing] if guided else [])]
-        teacher *= sum(routing.experts_per_step(k) for routing in branches)
+        path = how.steps // config.student.steps if config.student.steps else 1
+        teacher *= path * sum(routing.experts_per_step(k) for routing in branches)
         if config.student.teacher == "routed":
-            teacher += router.flops.forward * (1 + bool(guided and how.routing.of_null))
-        teacher *= how.steps // config.student.steps if config.student.steps else 1
+            asked = (1 if how.routing.rule.fixed else path) + path * bool(guided and how.routing.of_null)
+            teacher += asked * router.flops.forward
         steps = max(1, round(config.student.step_share * monolith.steps))
         flops = Flops(own.forward, own.train + teacher)
         budget[Run("student")] = RunBudget(steps, config.student.batch(batch), flops)

@@ -51,12 +51,13 @@ class Teacher:
 
     def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """States `(B, C, H, W)`, their times `(B,)`, and the velocities to learn there."""
-        assert batch.clusters is not None
-        clusters, how = batch.clusters.tolist(), self.generation
-        rows = [Row(how, *row) for row in zip(batch.positions, clusters, strict=True)]
+        how = self.generation
+        # Clusters are fetched from a GPU only where they are asked for.
+        asked = batch.clusters if how.routing.needs_labels else None
+        rows = Row.each(how, batch.positions, None if asked is None else asked.tolist())
         t = end = batch.t
         if self.steps is not None:
-            # Each step is as likely as its share of [0, 1], and begins where a sampler evaluates the network.
+            # Every step is as likely as the others, and begins where a sampler evaluates the network.
             number = ((1 - batch.t) * self.steps).long().clamp(0, self.steps - 1)
             grid = batch.t.new_tensor(times(self.steps, how.shift))
             t, end = grid[number], grid[number + 1]
