@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from posixpath import join
 
 import numpy as np
 
 from atoll.base.console import Progress, say
 from atoll.base.device import own_device
-from atoll.base.errors import DataError
+from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import grid, png
 from atoll.base.text import many
 from atoll.campaign.data_spec import data_spec
@@ -18,15 +19,16 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
-from atoll.data.encode import captions_of, features_job, latents_job, text_job
+from atoll.data.encode import caption_job, captions_of, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
 from atoll.data.sources.several import open_sources
 from atoll.data.weights import weigh_sources
+from atoll.encoders.image_text import Captioner
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.encoders.vision import vision_encoder
@@ -65,6 +67,27 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
     made.columns.clear()  # `atoll data show` names them
     for line in lines(made):
         say(line)
+
+
+def caption_stage(campaign: Campaign, part: Part | None = None) -> None:
+    """Add captions of rows that have none, or write one part of them."""
+    dataset, config = campaign.dataset(), campaign.config.data.captioner
+    if config is None:
+        fix = "set it: --set data.captioner.model=MODEL"
+        raise ConfigError("data.captioner names no image-text model", fix)
+    if campaign.is_partitioned:
+        raise DataError(f"{campaign.store.location} is partitioned already", "describe images before that")
+    captioner = Captioner(config.model, config.prompt, config.tokens, str(own_device()))
+    job = caption_job(dataset, captioner, config, _progress(f"captions by {config.model}", dataset))
+    if job.result() is None:
+        for name in ("text", "tokens"):  # states of earlier captions fit these rows, and not these words
+            dataset.store.delete(*dataset.store.list(join(dataset.prefix, "columns", name)))
+            dataset.forget(name)
+    if part is not None:
+        return job.write_part(part)
+    job.run()
+    captions = dataset.shard_table(0, [CAPTION]).column(CAPTION)
+    say(f"caption: {many(len(dataset), 'row')}, such as {captions[0].as_py()!r}")
 
 
 def embed_stage(campaign: Campaign, part: Part | None = None) -> None:
@@ -173,6 +196,10 @@ def prepare_data(
         share("ingest")
         ingest_stage(campaign)
     dataset = campaign.dataset()
+    captioner = config.data.captioner
+    if part is None and captioner is not None and not made_by(dataset, CAPTION, captioner.producer()):
+        share("caption")
+        caption_stage(campaign)
     stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
     encoded = stale.intersection(training_columns(config))
     how = config.data.dedupe

@@ -77,9 +77,10 @@ def audit(campaign: str) -> None:
 
 SHARDED = {
     "ingest": "Turn data.source (folders, parquet, tar, hub data sets) into the data set at data.path.",
+    "caption": "Describe images that have no caption with the image-text model data.captioner.model.",
     "embed": "Add the features that the partition clusters.",
     "encode": "Add the latents and text states that the networks train on.",
-    "prepare": "Do whatever is missing of ingest, embed, dedupe and encode, as the settings ask for them.",
+    "prepare": "Do whatever is missing of ingest, caption, embed, dedupe and encode, by the settings.",
 }
 for stage, summary in SHARDED.items():
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from posixpath import join
 from typing import Any
@@ -58,6 +58,8 @@ its licence, and all its captions, of which the first is `caption`; of a row tha
 and height of its picture, and where in the resized source picture it begins, all in pixels."""
 SPLITS = ("train", "heldout", "test")
 """Names of the values 0, 1 and 2 of the column `split`."""
+CAPTION = "caption"
+"""Column of captions in place of those of the source: UTF-8, ragged."""
 WEIGHTS = "weights"
 """Column of what rows count."""
 
@@ -140,7 +142,21 @@ class DataSet:
         return pa.concat_tables([self.shard_table(i, columns) for i in range(len(self.shards))])
 
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Columns of a shard's rows."""
+        """Columns of a shard's rows, with the captions of `atoll data caption` where there are any."""
+        table = self.source_table(shard, columns)
+        if CAPTION not in table.column_names or not self.store.exists(
+            join(self.prefix, "columns", CAPTION, "column.json")
+        ):
+            return table
+        start, end = self.bounds[shard : shard + 2].tolist()
+        values, mask = self.column(CAPTION).read_ragged(np.arange(start, end), packed=True)
+        text, ends = values.numpy().tobytes(), np.cumsum(mask.sum(1).numpy()).tolist()
+        captions = [text[low:high].decode() for low, high in pairwise([0, *ends])]
+        place = table.column_names.index(CAPTION)
+        return table.set_column(place, CAPTION, pa.array(captions, pa.string()))
+
+    def source_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Columns of a shard's rows as they were ingested."""
         data = read_file(self.store, self.prefix, self.shards[shard].files["rows"])
         try:
             return read_parquet(data, columns)

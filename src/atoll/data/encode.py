@@ -9,10 +9,12 @@ import torch
 from PIL import Image
 
 from atoll.base.errors import DataError
+from atoll.base.text import many
 from atoll.data.columns import Progress, ragged
-from atoll.data.dataset import DataSet
+from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.job import ColumnJob
-from atoll.data.settings import features_column
+from atoll.data.settings import CaptionerConfig, features_column
+from atoll.encoders.image_text import Captioner
 from atoll.encoders.registry import rounded_hashes
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
@@ -82,6 +84,37 @@ def _in_batches(
     return torch.cat([encode(part) for part in iter(lambda: [*islice(pictures, batch)], [])]).half()
 
 
+def caption_job(
+    dataset: DataSet, captioner: Captioner, config: CaptionerConfig, progress: Progress | None = None
+) -> ColumnJob:
+    """The captions of all rows, UTF-8, ragged: made for those that have none, or for all.
+
+    `DataError` while the captioner has answered nothing at all; a single image may get "", which trains the
+    unconditional branch.
+    """
+    heard = False
+
+    def compute(shard: int) -> dict[str, torch.Tensor]:
+        nonlocal heard
+        captions = dataset.source_table(shard, [CAPTION]).column(CAPTION).to_pylist()
+        rows = [row for row, caption in enumerate(captions) if config.replace or not caption]
+        pictures = dataset.iter_images(shard, numbers=rows) if rows else iter(())
+        for start in range(0, len(rows), config.batch):
+            part = rows[start : start + config.batch]
+            for row, answer in zip(part, captioner.describe([*islice(pictures, len(part))]), strict=True):
+                captions[row] = answer
+                heard = heard or bool(answer)
+        if rows and not heard:
+            what = (
+                f"{captioner.name!r} answers nothing to {captioner.prompt!r} for {many(len(rows), 'image')}"
+            )
+            raise DataError(what, "set another data.captioner.prompt or model")
+        return ragged([[caption] for caption in captions], lambda text: torch.tensor([*text.encode()]).byte())
+
+    producer = {**captioner.producer(), **config.producer()}
+    return ColumnJob(dataset, CAPTION, producer, compute, None, "ragged", progress)
+
+
 def text_job(
     dataset: DataSet, encoder: TextEncoder, progress: Progress | None = None, precompute: bool = True
 ) -> ColumnJob:
@@ -106,9 +139,12 @@ def text_job(
 
 
 def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
-    """All captions of every row of a shard, the main one first."""
+    """All captions of every row of a shard, the main one first; `DataError` where there are none yet."""
     table = dataset.shard_table(shard)
     first = table.column("caption").to_pylist()
+    if "" in first and not dataset.has_column(CAPTION):
+        what = f"{many(first.count(''), 'row')} of shard {shard} have no caption"
+        raise DataError(what, "set data.captioner.model=MODEL and run `atoll data caption`")
     if "captions" not in table.column_names:
         return [[caption] for caption in first]
     every = table.column("captions").to_pylist()

@@ -81,6 +81,8 @@ class RowOptions(Config):
     one."""
     image: str | None = None
     """Column of the image, or of a tar its file extension; required if there are several."""
+    uncaptioned: bool = False
+    """Accept images without a caption: `atoll data caption` describes them."""
 
     def columns(self) -> list[str | None]:
         """Names of the columns of caption, group, label and id, and those that came later and are set."""
@@ -90,6 +92,7 @@ class RowOptions(Config):
     def state(self) -> list[str | bool | None]:
         """What rows depend on beside the files."""
         added = [f"captions {self.captions}, image {self.image}"] if self.captions or self.image else []
+        added += ["uncaptioned"] if self.uncaptioned else []
         return [*self.columns(), *added]
 
     def described(self, name: str, content: Any) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class RowOptions(Config):
                 if (name := getattr(options, key)) and name not in names:
                     what = f"data.ingest.{key}: {where} has no column {name!r}"
                     raise DataError(what, f"it has {shorten(names, 20) or 'no columns'}")
-        if options.caption is None and self.label is None:
+        if options.caption is None and self.label is None and not self.uncaptioned:
             where, names = tables[0]
             columns = shorten(names, 20) or "no columns"
             what = f"{where} has the columns {columns}, but none of {', '.join(CAPTIONS)}"
@@ -254,6 +257,26 @@ def check_names(sources: Mapping[str, object]) -> None:
     for name in sources:
         if not re.fullmatch("[A-Za-z0-9_]{1,32}", name):
             raise ConfigError(f"data.source: {name!r} cannot name a source", "use letters, digits and '_'")
+
+
+class CaptionerConfig(Config):
+    """What describes images that have no caption."""
+
+    model: str
+    """Image-text model: a folder or a hub name that transformers loads as `AutoModelForImageTextToText`."""
+    prompt: str = "Describe this image in one sentence."
+    """What the model is asked, in its own chat template if it has one."""
+    tokens: int = Field(default=77, ge=1, le=4096)
+    """Maximum tokens of an answer."""
+    batch: int = Field(default=16, ge=1)
+    """Images described at once."""
+    replace: bool = False
+    """Also describe images that have a caption."""
+
+    def producer(self) -> dict[str, Any]:
+        """What the column of captions is known by."""
+        asked = {"prompt": self.prompt, "tokens": self.tokens, "replace": self.replace}
+        return {"name": self.model, **asked}
 
 
 class DedupeConfig(Config):

@@ -155,7 +155,9 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
     # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
     sets = _options(setting for setting in campaign.overrides if not setting.startswith("launch."))
     jobs, needs = list[Job](), tuple[str, ...]()
-    steps = {"columns": "prepare"} if campaign.has_dataset() else {"ingest": "ingest", "columns": "prepare"}
+    steps = {} if campaign.has_dataset() else {"ingest": "ingest"}
+    steps |= {} if campaign.config.data.captioner is None else {"captions": "caption"}
+    steps["columns"] = "prepare"
     for name, stage in steps.items():
         # What a worker wrote is there, shard by shard: it has nothing to save.
         worker = replace(_job(name, ("data", stage, root, *sets), place, target, needs=needs), saves=False)

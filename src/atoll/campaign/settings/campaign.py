@@ -12,6 +12,7 @@ from atoll.campaign.settings.launch import LaunchConfig
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrackingConfig, TrainConfig
 from atoll.data.settings import (
+    CaptionerConfig,
     ConditionKind,
     DedupeConfig,
     IngestConfig,
@@ -42,6 +43,8 @@ class DataConfig(Config):
     of the hub, or several of them by name."""
     ingest: IngestConfig = IngestConfig()
     """Image size, splits and shards."""
+    captioner: CaptionerConfig | None = None
+    """Image-text model that describes images without a caption (`atoll data caption`)."""
     dedupe: DedupeConfig | None = None
     """Leave out near-duplicate images; `{}` uses the defaults."""
     text_encoder: str = "minilm"

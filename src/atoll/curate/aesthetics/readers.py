@@ -16,9 +16,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, interpolate
 
-from atoll.base.errors import ConfigError, first_line
+from atoll.base.errors import ConfigError
 from atoll.curate.aesthetics.scale import Scale
-from atoll.encoders.registry import loading, weights_hash
+from atoll.encoders.image_text import chat_prompt, load_image_text
+from atoll.encoders.registry import weights_hash
 from atoll.encoders.vision import extractor
 
 Pictures = Sequence[Image.Image]
@@ -106,23 +107,13 @@ class LanguageReader(nn.Module):
 
     def __init__(self, name: str, scale: Scale, device: str, rank: int = 8) -> None:
         super().__init__()
-        import transformers
-
         try:
             import peft
         except ImportError:
             fix = "install the extra: pip install -e '.[vlm]' in the checkout"
             raise ConfigError("image-text models are trained by the package peft", fix) from None
         self.name, self.scale = name, scale
-        with loading("image-text model", name):
-            model = transformers.AutoModelForImageTextToText.from_pretrained(
-                name, use_safetensors=True, trust_remote_code=False
-            )
-        try:
-            self.processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
-        except (ImportError, OSError, ValueError, AttributeError, TypeError) as error:
-            what = f"{name!r} has no processor that can be used here ({first_line(error)[:120]})"
-            raise ConfigError(what, "add its files, or install the torchvision of your torch") from None
+        model, self.processor = load_image_text(name)
         self._hash = weights_hash(model)
         lora = peft.LoraConfig(r=rank, lora_alpha=4 * rank, lora_dropout=0.05, target_modules="all-linear")
         with warnings.catch_warnings():  # peft asks transformers by a name that it will drop
@@ -130,8 +121,6 @@ class LanguageReader(nn.Module):
             self.model = peft.get_peft_model(model, lora).to(device)
         self.width = int(model.config.get_text_config().hidden_size)
         self.tokenizer: Any = self.processor.tokenizer
-        # Padded on the left, every question ends at the same place, behind which the answers begin.
-        self.tokenizer.padding_side = "left"
         self._before = self._ids(scale.answer.removesuffix("{level}").rstrip())
         self._words = [ids[0] for ids in map(self._ids, (f" {word}" for word in scale.words)) if ids]
         if len(set(self._words)) < len(scale.levels):
@@ -149,7 +138,7 @@ class LanguageReader(nn.Module):
         """State and answers of a batch; with `levels` (-1: unknown) the loss too."""
         # A picture's own question is drawn in training, so that no one wording is learned.
         drawn = [0] * len(seen) if levels is None else torch.randint(1 << 16, (len(seen),)).tolist()
-        texts = [self._prompt(self.scale.question(number, whole)) for number in drawn]
+        texts = [chat_prompt(self.processor, self.scale.question(number, whole)) for number in drawn]
         asked = dict(self.processor(images=list(seen), text=texts, return_tensors="pt", padding=True))
         length = asked["input_ids"].shape[1]
         answers = [self._before if whole else []] * len(seen)
@@ -176,13 +165,6 @@ class LanguageReader(nn.Module):
             loss = cross_entropy(read.logits[:, length - 1 : -1].flatten(0, 1).float(), right.flatten())
         levels_of = None if of_whole is None else of_whole.float()
         return Reading(read.hidden_states[-1][:, length - 1].float(), levels_of, loss)
-
-    def _prompt(self, question: str) -> str:
-        if not getattr(self.processor, "chat_template", None):
-            return f"{self.processor.image_token} {question} "
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        chat = [{"role": "user", "content": content}]
-        return str(self.processor.apply_chat_template(chat, add_generation_prompt=True))
 
     def _ids(self, text: str) -> list[int]:
         return [int(number) for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -93,7 +93,8 @@ class FolderSource(Source):
             return Reject(entry.key, "caption is not UTF-8")
         except OSError as error:
             return Reject(entry.key, "unreadable", error.strerror or str(error))
-        options = RowOptions(caption="text", captions=self.options.captions)
+        own = self.options
+        options = RowOptions(caption="text", captions=own.captions, uncaptioned=own.uncaptioned)
         return to_record({"text": caption}, options, entry.key, image, entry.key)
 
     def _check(self, path: Path) -> int:
@@ -116,9 +117,11 @@ class FolderSource(Source):
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
             raise DataError(what, "leave out data.ingest.group, label, id and licence_column")
         captioned = {path for path in images if path.with_suffix(".txt").exists()}
-        if not captioned:
+        if not captioned and not self.options.uncaptioned:
             what = f"{self.folder} holds {len(images)} images but no captions"
-            raise DataError(what, f"write {METADATA[0]} (file_name, text), or NAME.txt beside each image")
+            made = "set data.ingest.uncaptioned=true and describe them with `atoll data caption`"
+            fix = f"write {METADATA[0]} (file_name, text) or NAME.txt beside each image, or {made}"
+            raise DataError(what, fix)
         return [
             _Entry(path, self._key(path), None) if path in captioned else self._uncaptioned(path)
             for path in images
@@ -168,7 +171,9 @@ class FolderSource(Source):
             exists = False
         return _Entry(path, self._key(path), row) if exists else Reject(where, "missing file", name[:200])
 
-    def _uncaptioned(self, path: Path) -> Reject:
+    def _uncaptioned(self, path: Path) -> _Entry | Reject:
+        if self.options.uncaptioned:
+            return _Entry(path, self._key(path), {})
         return Reject(self._key(path), "no caption", "no row of a metadata file and no text file names it")
 
     def _key(self, path: Path) -> str:

@@ -109,6 +109,10 @@ def to_record(
     instead = None if label == -1 else str(label)
     caption = instead if options.caption is None else row.get(options.caption)
     captions = _captions(caption, options.captions)
+    if not isinstance(captions, str) and not any(text.strip() for text in captions):
+        captions = "empty caption"
+    if options.uncaptioned and captions == "empty caption":
+        captions = ("",)
     if isinstance(captions, str):
         typed = captions in ("caption is not text", "several captions")
         return Reject(key, captions, f"it is of type {type(caption).__name__}" if typed else "")

@@ -140,7 +140,8 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
 
 REMEDIES = {
     "several captions": "set data.ingest.captions=true to keep all of them",
-    "empty caption": "say with data.ingest.caption which column holds the captions",
+    "empty caption": "say with data.ingest.caption which column holds the captions, or set"
+    " data.ingest.uncaptioned=true and run `atoll data caption`",
     "caption is not text": "say with data.ingest.caption which column holds the captions",
     "caption is not UTF-8": "say with data.ingest.caption which column holds the captions",
     "label is no integer": "say with data.ingest.label which column holds integers",

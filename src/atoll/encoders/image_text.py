@@ -1,0 +1,87 @@
+"""Image-text models of transformers by folder or hub name: loaded in one place, and asked for captions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+
+from atoll.base.device import weights_dtype
+from atoll.base.errors import ConfigError, first_line
+from atoll.encoders.registry import loading, weights_hash
+
+
+def load_image_text(name: str) -> tuple[Any, Any]:
+    """A model of this name, in the type of its weights, and its processor.
+
+    Code beside the weights is not run. Prompts are padded on the left: all end at the same
+    place, behind which the answers begin.
+
+    Raises:
+        ConfigError: there is no such model, or its processor cannot be used here.
+    """
+    import transformers
+
+    with loading("image-text model", name):
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            name, use_safetensors=True, trust_remote_code=False
+        )
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    except (ImportError, OSError, ValueError, AttributeError, TypeError) as error:
+        what = f"{name!r} has no processor that can be used here ({first_line(error)[:120]})"
+        raise ConfigError(what, "add its files, or install the torchvision of your torch") from None
+    processor.tokenizer.padding_side = "left"
+    return model, processor
+
+
+def chat_prompt(processor: Any, question: str) -> str:
+    """A question about one image in the words that the model was trained on."""
+    if not getattr(processor, "chat_template", None):
+        # BLIP and its like have no token for the image, and go on with the words they are given.
+        image = getattr(processor, "image_token", None)
+        return question if image is None else f"{image} {question} "
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    chat = [{"role": "user", "content": content}]
+    return str(processor.apply_chat_template(chat, add_generation_prompt=True))
+
+
+class Captioner:
+    """Describes images; the likeliest next token each time, so that a second run says the same.
+
+    Args:
+        tokens: most tokens of an answer.
+    """
+
+    def __init__(self, name: str, prompt: str, tokens: int, device: str = "cpu") -> None:
+        model, self.processor = load_image_text(name)
+        self.name, self.prompt, self.tokens = name, prompt, tokens
+        # Hashed as saved: workers with and without a GPU write shards of one column.
+        self._hash = weights_hash(model)
+        dtype = weights_dtype("auto", device) or torch.float32
+        self.model = model.eval().requires_grad_(False).to(device, dtype)
+        tokenizer = self.processor.tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    def producer(self) -> Mapping[str, Any]:
+        """The model by name and hash, and what it is asked."""
+        return {"name": self.name, "hash": self._hash, "prompt": self.prompt, "tokens": self.tokens}
+
+    @torch.no_grad()
+    def describe(self, pictures: Sequence[Image.Image]) -> list[str]:
+        """One caption for each image, without line breaks; "" where the model answers nothing."""
+        texts = [chat_prompt(self.processor, self.prompt)] * len(pictures)
+        images = [picture.convert("RGB") for picture in pictures]
+        asked = self.processor(images=images, text=texts, return_tensors="pt", padding=True)
+        inputs = {
+            key: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+            for key, value in asked.items()
+        }
+        said = self.model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False, num_beams=1)
+        # Decoders repeat the prompt before the answer; encoder-decoders do not.
+        prompt, length = inputs["input_ids"], inputs["input_ids"].shape[1]
+        if said.shape[1] >= length and bool((said[:, :length] == prompt).all()):
+            said = said[:, length:]
+        answers = self.processor.tokenizer.batch_decode(said, skip_special_tokens=True)
+        return [" ".join(answer.split()) for answer in answers]
