@@ -50,7 +50,7 @@ def own_device() -> torch.device:
 
 def weights_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
     """What a setting such as `sampling.residency.dtype` means on a device; None is as published."""
-    if name == "auto":
+    if name in ("auto", "fp8", "int8"):  # what is stored in one byte is computed as everything else
         return torch.bfloat16 if torch.device(device).type == "cuda" else None
     return {"float32": torch.float32, "bf16": torch.bfloat16}[name]
 

@@ -315,7 +315,11 @@ def drawing(
     where not even one fits fewer images at once."""
     own, most, k = config.sampling.residency, config.compare.batch, config.partition.k
     width = 4 if own.dtype == "float32" else 2  # bytes of a number
-    sizes = {run: width * cost.footprint.parameters for run, cost in costs.items()}
+    sizes, shared_by = dict[Run, int](), 0  # of what a run brings, and of what experts change (LoRA)
+    for run, cost in costs.items():
+        of, less = cost.footprint, own.stored * (width - 1) * cost.footprint.storable
+        sizes[run] = width * of.parameters - less * (not of.frozen)
+        shared_by = max(shared_by, width * of.frozen - less * (of.frozen > 0))
     experts = [sizes[run] for run in costs if run.expert is not None]
     image = width / 2 * max(cost.footprint.drawing for cost in costs.values())
     image *= 1 + (config.condition != "none" and config.sampling.guidance != 1)
@@ -329,7 +333,7 @@ def drawing(
             # `compare` keeps the single networks that it has measured.
             held = sum(sizes[run] for run in single if stage == "compare" or run.role not in BESIDE)
             held += max(experts) * places if places else sum(experts)
-            held += width * max(cost.footprint.frozen for cost in costs.values())  # what experts change
+            held += shared_by
             total = held + image * count + shared
             how = f"{places or k} experts: {total / 2**30:.1f}" if total <= memory else "DOES NOT FIT"
             rows.append({"run": stage, "batch": count, "state": held, "plain": total, "how_it_runs": how})

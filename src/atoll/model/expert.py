@@ -69,7 +69,9 @@ class Expert:
     ) -> Float[Tensor, "B C H W"]:
         """Rectified-flow velocity of this expert (see `base.condition.Denoiser`)."""
         call, curve = self.replayed or self._call, schedule(self.schedule)
-        dtype = next((p.dtype for p in self.network.parameters()), x_t.dtype)
+        # The first of them may be stored in one byte, which nothing is computed in.
+        kinds = (p.dtype for p in self.network.parameters())
+        dtype = next((kind for kind in kinds if kind.itemsize > 1), x_t.dtype)
 
         def predict(x: Tensor, tau: Tensor) -> Tensor:
             # The network computes in the type of its weights; what surrounds it stays in the sampler's.

@@ -64,13 +64,24 @@ class Residency(Config):
     """Maximum host memory for experts, in bytes."""
     prefetch: bool = True
     """Load the next expert while one runs."""
-    dtype: Literal["auto", "float32", "bf16"] = "auto"
-    """Data type of the weights while sampling. `auto` is bf16 on a GPU, and on a CPU as published."""
+    dtype: Literal["auto", "float32", "bf16", "fp8", "int8"] = "auto"
+    """Data type of the weights while sampling. `auto` is bf16 on a GPU, and on a CPU as published. `fp8` and
+    `int8` store the large layers' weights in one byte a number, and compute as `auto`."""
+    keep: tuple[str, ...] = ()
+    """Layers that `fp8` and `int8` leave as they are, as patterns of their names, such as `proj_out`."""
+    bound: float = Field(default=0.05, ge=0, le=1)
+    """Maximum perceptual distance (1 - SSIM) of images by `fp8` or `int8` from those of the same noise with
+    whole weights; 1 compares none."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether experts' weights are stored in a type that they are not computed in."""
+        return self.dtype in ("fp8", "int8")
 
     @property
     def limited(self) -> bool:
-        """Whether anything bounds the experts on the device."""
-        return self.experts is not None or self.bytes is not None
+        """Whether experts share one network, which takes their weights in turn."""
+        return self.experts is not None or self.bytes is not None or self.stored
 
     def places(self, count: int, size: int) -> tuple[int, int]:
         """How many of `count` experts stay, and in how many places of `size` bytes each."""

@@ -5,7 +5,7 @@ all call `Model.generate`, so one seed is one picture everywhere.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
+from atoll.base.console import say
 from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_json
@@ -37,13 +38,16 @@ from atoll.model.folder import (
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
-from atoll.model.pictures import Pictures
+from atoll.model.pictures import Pictures, dissimilarity
 from atoll.model.residency import ResidentExperts
+from atoll.networks.storage import STORED, brought_back, stored_layers, write_stored
 from atoll.store.manifest import read_file
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
 ENSEMBLE = "ensemble"
+PROMPTS = ("a red apple on a table", "a dog in the snow", "a street at night", "the letter a")
+"""Of the pictures that show what stored weights change."""
 REMEMBERED = 64
 """Texts whose states are kept: the empty one is wanted by every guided call."""
 
@@ -67,6 +71,7 @@ class Model:
         self._bank, self.card, self.device = bank, card, torch.device(device)
         self.generation = generation or Generation()
         self._folder: OpenFolder | None = None
+        self._check: Callable[[Model], None] | None = None  # of what was loaded
         self._allowed: Collection[str] = ()
         self._known_texts: dict[str, Tensor] = {}
         if encoder is not None:
@@ -102,7 +107,11 @@ class Model:
             store = source
         else:
             store = Store.open(locate(source, "auto") if is_hub_name(source) else source)
-        residency = residency or Residency()
+        residency, check = residency or Residency(), None
+        if residency.stored and residency.bound < 1:
+            one = Residency(experts=1, prefetch=False)
+            plain = partial(cls.load, source, name, one, device, generation, encoders, trusted)
+            check = partial(check_storage, plain, residency)
         dtype = weights_dtype(residency.dtype, device)
         if name != ENSEMBLE:
             if not name.isidentifier():  # it is a part of a path
@@ -113,8 +122,9 @@ class Model:
                 check_trusted(store, f"{network.prefix}/{CARD}", trusted)
             # A network that learned few steps draws by no others, unless a call asks for them.
             generation = (generation or Generation()).with_(**network.card.sampling)
-            model = cls(lambda: Bank([network.expert(device, dtype=dtype)]), network.card, device, generation)
-            model._allowed = encoders
+            alone = partial(load_experts, {0: network}, 1, residency, device)
+            model = cls(lambda: Bank(alone()), network.card, device, generation)
+            model._allowed, model._check = encoders, check
             return model
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
@@ -144,7 +154,7 @@ class Model:
             by_path = {entry.path: read_json(read_file(store, prefix, entry)) for entry in listed}
             generation = defaults_in(by_path[MODEL_INDEX], by_path[SCHEDULER])
         model = cls(bank, router.card, device, generation)
-        model._allowed = encoders
+        model._allowed, model._check = encoders, check
         if not prefix and store.local is not None:
             model._folder = inspect_folder(store.local, "auto")
         return model
@@ -158,7 +168,13 @@ class Model:
     def bank(self) -> Bank:
         """Experts and router, or one network; loaded when it is first asked for."""
         if callable(self._bank):
-            self._bank = self._bank()
+            load, self._bank = self._bank, self._bank()
+            try:
+                if self._check is not None:
+                    self._check(self)
+            except BaseException:
+                self._bank = load
+                raise
         return self._bank
 
     @property
@@ -342,3 +358,44 @@ def load_experts(
         return [loaded.get(number) for number in range(k)]
     stored = {number: part.open_lazily() for number, part in parts.items()}
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device, dtype)
+
+
+def check_storage(load: Callable[[], Model], residency: Residency, model: Model) -> None:
+    """Compare pictures of the same noise with those of the model that `load` gives, whose weights are whole.
+
+    `ConfigError` beyond `residency.bound`; it names the layers that change the velocity most.
+    """
+    plain, how = load(), model.generation.with_(steps=min(model.generation.steps, 20), seed=0)
+    if how.routing.needs_labels:
+        how = how.with_(routing="top-1")
+    classes = [str(n) for n in range(min(len(PROMPTS), model.card.shape.classes))]
+    prompts = {"text": [*PROMPTS], "class": classes}.get(model.card.condition, [])
+    drawn = [one(prompts, 1 if prompts else len(PROMPTS), how) for one in (plain, model)]
+    distances = [dissimilarity(*pair) for pair in zip(*drawn, strict=True)]
+    distance, experts = sum(distances) / len(distances), plain.bank.experts
+    say(
+        f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights and the same noise"
+    )
+    assert isinstance(experts, ResidentExperts)
+    if distance > residency.bound:
+        number = next(n for n in range(len(experts)) if n not in experts.missing)
+        x, noise = torch.empty(1, *model.shape), torch.Generator().manual_seed(0)
+        cond, _ = plain.conditions(prompts).of([0], model.device)
+        call = x.normal_(generator=noise).to(model.device), torch.full((1,), 0.5, device=model.device), cond
+        changes = dict[str, float]()
+        # With gradients on no CUDA graph is replayed, which would not see that weights are others.
+        with torch.enable_grad():
+            whole = experts.velocity(number, *call)
+            for name, layer in stored_layers(experts.network(number), residency.keep).items():
+                weight = layer.get_parameter("weight")
+                stored = torch.empty_like(weight, dtype=STORED[residency.dtype])
+                scales = weight.new_empty(len(weight), dtype=torch.float32)
+                write_stored(weight, stored, scales)
+                layer.__dict__["weight"] = brought_back(stored, scales, weight.dtype)
+                changes[name] = float((experts.velocity(number, *call) - whole).square().mean())
+                del layer.__dict__["weight"]
+        worst = ",".join(sorted(changes, key=lambda name: -changes[name])[:4])
+        far = f"distance {distance:.3f}, over residency.bound={residency.bound:g}"
+        fix = f"leave layers as they are, first residency.keep=[{worst}], or take another residency.dtype"
+        raise ConfigError(f"images by {residency.dtype} have {far}", fix)
+    experts.close()

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from atoll.base.pictures import grid, picture_place, png, write_picture
 from atoll.base.text import many
@@ -68,3 +72,20 @@ class Pictures(Sequence[Any]):
         for file, image in files.items():
             write_picture(image, file)
         return [*files]
+
+
+def dissimilarity(one: Image.Image, other: Image.Image) -> float:
+    """1 - SSIM (Wang et al. 2004) of brightness, windows of 7 px: 0 for equal pictures, near 1 for unlike."""
+    gray = (np.asarray(image.convert("L"), np.float64) / 255 for image in (one, other))
+    a, b = (torch.from_numpy(values)[None, None] for values in gray)
+    side = min(7, *a.shape[2:])
+
+    def mean(values: Tensor) -> Tensor:
+        return avg_pool2d(values, side, stride=1)
+
+    light, contrast = 0.01**2, 0.03**2
+    product = mean(a * b) - mean(a) * mean(b)
+    spread = mean(a * a) - mean(a) ** 2 + mean(b * b) - mean(b) ** 2
+    alike = (2 * mean(a) * mean(b) + light) * (2 * product + contrast)
+    ssim = alike / ((mean(a) ** 2 + mean(b) ** 2 + light) * (spread + contrast))
+    return float(1 - ssim.mean())

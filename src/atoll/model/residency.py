@@ -24,6 +24,7 @@ from atoll.model.card import Card
 from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
 from atoll.model.generation import Residency
 from atoll.model.replay import Replayed
+from atoll.networks.storage import SCALE, STORED, store, write_stored
 
 ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what the CPU's gives
 
@@ -60,9 +61,10 @@ class ResidentExperts:
             if source is not None:
                 key = digest({"family": source.family, "config": dict(source.config), "base": source.shared})
                 if key not in self._modules:
-                    self._modules[key] = _SharedModule(source, self.device, dtype, compile)
+                    stored_as = self.residency.dtype, self.residency.keep
+                    self._modules[key] = _SharedModule(source, self.device, dtype, compile, *stored_as)
                 module = self._modules[key]
-                if _shapes(source.specs) != _shapes(module.layout.specs):
+                if _shapes(source.specs) != module.shapes:
                     source.network()  # refuses it, by the first tensor that is not its settings'
                 how = source.family, source.prediction, source.schedule, source.card
                 expert = Expert(module.network, *how, replayed=module.replayed)
@@ -97,6 +99,10 @@ class ResidentExperts:
         if number not in self._experts:
             raise ConfigError(f"expert {number} is missing", "publish it and assemble again")
         return ResidentExpert(self, number)
+
+    def network(self, number: int) -> nn.Module:
+        """The network that an expert runs in; after its `velocity`, with its weights."""
+        return self._experts[number].module.network
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -285,9 +291,13 @@ class Layout:
 
     def read(self, expert: StoredExpert, block: Tensor) -> None:
         """Fill a block of the CPU with an expert's weights, converted where dtypes differ."""
-        weights = expert.weights
-        for key, view in self.views(block).items():
-            if isinstance(weights, FileWeights):
+        weights, views = expert.weights, self.views(block)
+        for key, view in views.items():
+            if (scales := views.get(key + SCALE)) is not None:
+                write_stored(weights[key], view, scales)
+            elif key not in weights:  # scales, written with their weight
+                continue
+            elif isinstance(weights, FileWeights):
                 weights.read(key, view)
             else:
                 view.copy_(weights[key])
@@ -335,15 +345,21 @@ class _SharedModule:
         device: torch.device,
         dtype: torch.dtype | None,
         compile: Mapping[str, Any] | None,
+        stored_as: str,
+        keep: Sequence[str],
     ) -> None:
         with torch.inference_mode(False):
             self.network: nn.Module = stored.network().eval().requires_grad_(False)
+            # What experts share stays here; their own lies in slots.
+            own = {n: value for n, value in self.network.state_dict().items() if n not in stored.base}
+            self.shapes = {name: tuple(value.shape) for name, value in own.items()}
+            kinds = store(self.network, STORED[stored_as], keep) if stored_as in STORED else {}
             specs = {}
             for name, value in self.network.state_dict(keep_vars=True).items():
-                if name in stored.base:  # what experts share stays here; their own lies in slots
-                    value.data.copy_(stored.base[name])
+                if name.removesuffix(SCALE) in stored.base:
                     continue
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                kind = kinds.get(name, kind)
                 specs[name] = Spec(kind, tuple(value.shape))
                 # The module takes no memory of its own; `bind` points its parameters into a slot.
                 value.data = value.data.new_empty(0)
@@ -352,6 +368,13 @@ class _SharedModule:
                 self.network.compile(**compile)
             self.layout = Layout(specs)
             held = self.network.state_dict(keep_vars=True)
+            for name, value in stored.base.items():
+                if name in kinds:
+                    held[name].data = torch.empty(value.shape, dtype=kinds[name], device=device)
+                    held[name + SCALE].data = torch.empty(len(value), device=device)
+                    write_stored(value.to(device), held[name].data, held[name + SCALE].data)
+                else:
+                    held[name].data.copy_(value)
             self._held: dict[str, Tensor] = {name: held[name] for name in specs}
             self._nothing = {name: value.detach() for name, value in self._held.items()}
         self._slot: _Slot | None = None

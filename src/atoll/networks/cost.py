@@ -23,6 +23,7 @@ from atoll.base.condition import Condition
 from atoll.base.imports import lean_imports
 from atoll.networks.families import parameter_count
 from atoll.networks.settings import DataShape
+from atoll.networks.storage import stored_layers
 
 Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module, Tensor, Tensor, Condition], Tensor]
@@ -105,6 +106,7 @@ class Footprint:
             blocks' inputs, and all of the one block in hand.
         drawing: at most at once where nothing is kept and numbers are bf16, per sample. It is half of what
             training keeps of a block: the other half is gone, or not there yet.
+        storable: numbers of those weights that may be stored in one byte while sampling.
     """
 
     parameters: int
@@ -115,6 +117,7 @@ class Footprint:
     checkpointed: float
     drawing: float = 0.0
     frozen: int = 0
+    storable: int = 0
 
     @property
     def state(self) -> int:
@@ -172,8 +175,9 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
     trained, inside = parameter_count(network), (each - kept) / max(1, len(blocks))
     casts, drawing = (2 if bf16 else 0) * total[0], inside / (2 if bf16 else 4)
     outside, frozen = total[0] - sum(sizes), total[0] - trained
+    storable = sum(layer.get_parameter("weight").numel() for layer in stored_layers(network).values())
     largest = max(sizes, default=0)
-    return Footprint(trained, largest, outside, casts, each, kept + inside, drawing, frozen)
+    return Footprint(trained, largest, outside, casts, each, kept + inside, drawing, frozen, storable)
 
 
 class Float32Norms(TorchFunctionMode):

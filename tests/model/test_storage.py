@@ -1,0 +1,103 @@
+"""Experts' weights in one byte a number: fewer bytes, close to whole ones, and refused where they are not."""
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from atoll.campaign.folder import Campaign
+from atoll.campaign.sample import campaign_model
+from atoll.model.expert import Expert, StoredExpert
+from atoll.model.generation import Residency
+from atoll.model.model import Model
+from atoll.model.pictures import dissimilarity
+from atoll.model.residency import ResidentExperts
+from atoll.networks.settings import FamilyName
+from atoll.networks.storage import STORED, brought_back, stored_layers, write_stored
+from helpers import Run, assembled, refused
+from helpers_networks import CLASSES, TEXT, conditions, denoiser, expert, noise
+
+T = torch.linspace(0.1, 0.9, 4)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_weight_comes_back_within_a_step_of_its_row(name: str) -> None:
+    value = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    value *= torch.tensor([1e-6, 1e-2, 1.0, 1e3, 0.0]).view(5, 1, 1, 1)
+    stored, scales = torch.empty_like(value, dtype=STORED[name]), torch.empty(5)
+    write_stored(value, stored, scales)
+    back = brought_back(stored, scales, torch.float32)
+    most = value.abs().amax((1, 2, 3), keepdim=True)
+    step = most / 254 if name == "int8" else value.abs() / 16 + most / 2**17
+    assert bool(((back - value).abs() <= step * 1.001).all())
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("family", get_args(FamilyName))
+def test_every_family_draws_nearly_the_same(family: str, name: str) -> None:
+    shape = CLASSES if family == "dit" else TEXT
+    network = denoiser(0, shape, name=family)
+    whole = Expert(network, family, "v", "rectified-flow")
+    bank = ResidentExperts([StoredExpert.of(whole)], Residency(dtype=name))
+    x, cond = noise(len(T), shape), conditions(len(T), shape)
+    v, near = whole.velocity(x, T, cond), bank[0].velocity(x, T, cond)
+    change = float((near - v).norm() / v.norm())
+    assert 0 < change < (0.02 if name == "int8" else 0.1), change
+    again = bank[0].velocity(x, T, cond)
+    assert torch.equal(near, again)
+
+
+def test_what_diffusers_keeps_stays_whole() -> None:
+    network = expert(0, CLASSES).network
+    taken = stored_layers(network)
+    assert taken and not any("norm" in name or "pos_embed" in name for name in taken)
+    one = next(iter(taken))
+    assert stored_layers(network, [f"^{one}$"]).keys() == taken.keys() - {one}
+
+
+def test_images_that_are_equal_have_no_distance() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    image, other = Image.fromarray(pixels), Image.fromarray(255 - pixels)
+    assert dissimilarity(image, image) == 0
+    assert dissimilarity(image, other) > 1 > dissimilarity(image, image.point(lambda v: v * 0.9)) > 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return assembled(tmp_path_factory.mktemp("stored"), {"budget": {"samples": 64}})
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_campaign_is_drawn_from_stored_weights(name: str, trained: Path) -> None:
+    sizes = {}
+    for dtype, experts in (("auto", 2), (name, None), (name, 1)):
+        how = Residency(dtype=dtype, experts=experts)
+        model = campaign_model(Campaign.open(trained), residency=how)
+        pictures = model(["0", "1"], each=2)
+        sizes[dtype] = model.bank.experts.place_bytes
+        if dtype == name and experts is None:
+            first = pictures
+    assert [image.tobytes() for image in first] == [image.tobytes() for image in pictures]
+    assert sizes[name] < 0.7 * sizes["auto"]
+
+
+def test_images_beyond_the_bound_are_refused(trained: Path, run: Run, tmp_path: Path) -> None:
+    sets = ("--set", "sampling.residency.dtype=fp8", "--set", "sampling.residency.bound=0.0000001")
+    out = ("--out", tmp_path / "x.png")
+    line = refused(
+        run("sample", trained, "0", *sets, *out), "fp8", "residency.keep=[", "over residency.bound"
+    )
+    assert not (tmp_path / "x.png").exists()
+    kept = line.split("residency.keep=[")[1].split("]")[0]
+    assert kept.split(",")[0] in stored_layers(Model.load(trained).bank.experts[0].network)
+    assert run("sample", trained, "0", *sets[:3], "sampling.residency.bound=1", *out).code == 0
+
+
+def test_plan_counts_the_bytes(trained: Path, run: Run) -> None:
+    whole, stored = (
+        run("plan", trained, "--set", f"sampling.residency.dtype={name}") for name in ("bf16", "int8")
+    )
+    assert whole.code == stored.code == 0
