@@ -62,8 +62,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         self.k = max(experts) + 1 if k is None else k
         # Changes of one network (LoRA) share it, as experts do that take turns on the device.
         share = any(_card_of(expert).base for expert in experts.values())
-        self.residency = residency if residency is not None and (residency.limited or share) else None
-        self.residency = self.residency or (Residency() if share else None)
+        limited = residency is not None and residency.limited
+        self.residency = residency or Residency() if limited or share else None
         self.cards: dict[int, Card] = {}
         self.pretrain_card: Card | None = None
         self.dropped: set[int] = set()

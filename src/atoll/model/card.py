@@ -98,7 +98,7 @@ class Card(File):
     """Digest of `config.json`; set when it is written."""
     weights_sha256: str = ""
     """SHA-256 of the weights' file (the averaged ones); set when it is written."""
-    base: str = ""
+    base: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     """SHA-256 of the weights' file of the network that this one is a low-rank change of (LoRA), which lies
     beside it; empty for a whole network."""
     provenance: Annotated[dict[str, Any], AfterValidator(_groups)]

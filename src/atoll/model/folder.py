@@ -188,7 +188,7 @@ class FolderWriter:
         """Copy an expert, the router or shared pretraining's network from where it was published."""
         self.add(published.copy(Checkpoint(self.folder, part_of(published.card))))
         if (base := published.base()) is not None:
-            self.base = published.card.base, base.path.read_bytes
+            self.base = published.card.base, lambda: base.path.read_bytes()  # kept open for the next one
 
     def save(self, network: "nn.Module", card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""
