@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from atoll.campaign.folder import Campaign
 from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
+from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
 from atoll.store.store import Store
@@ -103,6 +105,30 @@ def test_experts_share_one_network_in_memory(campaign: Path) -> None:
     guide = Checkpoint(store, "ensemble/experts/pretrain").expert()
     model.bank.pretrain = guide
     assert [p.tobytes() for p in model([0, 1], each=3, seed=5)] == [p.tobytes() for p in pictures]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
+def test_the_shared_network_is_stored_in_one_byte_a_number(
+    name: Any, dtype: torch.dtype, campaign: Path, run: Run
+) -> None:
+    """What stays is stored so; the changes, which are small, are whole."""
+    whole, stored = (
+        Model.load(campaign, residency=Residency(experts=1, **how))
+        for how in ({}, {"dtype": name, "bound": 1})
+    )
+    pictures = [np.asarray(model("0", 4).images[0], np.float64) for model in (whole, stored)]
+    assert np.abs(pictures[0] - pictures[1]).mean() < 8
+    experts = stored.bank.experts
+    assert isinstance(experts, ResidentExperts)
+    kinds = {name: value.dtype for name, value in experts.network(0).state_dict().items()}
+    assert {kind for name, kind in kinds.items() if ".lora_" in name} == {torch.float32}
+    assert dtype in {kind for name, kind in kinds.items() if name.endswith(".attn1.to_q.weight")}
+    state = [
+        json.loads(run("plan", campaign, "--json", "--set", f"sampling.residency.dtype={d}").out)
+        for d in ("bf16", name)
+    ]
+    held = [next(row["state"] for row in plan["drawing"] if row["run"] == "sample") for plan in state]
+    assert 0 < held[1] < held[0]
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_change(

@@ -190,9 +190,9 @@ class Recipe(Config):
     plan: RunPlan = Field(description="Numbers of the run.")
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, float | str]:
         """What the network is trained to be sampled with, as its card says."""
-        sampling: dict[str, float] = self.network.get("student", {}).get("sampling", {})
+        sampling: dict[str, float | str] = self.network.get("student", {}).get("sampling", {})
         return sampling
 
     def learned(self) -> dict[str, Any]:

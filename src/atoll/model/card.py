@@ -45,7 +45,7 @@ def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
     return provenance
 
 
-def _drawable(sampling: dict[str, float]) -> dict[str, float]:
+def _drawable(sampling: dict[str, float | str]) -> dict[str, float | str]:
     if sampling.keys() - {"steps", "guidance", "shift"}:
         raise ValueError("it is more than steps, guidance and shift")
     try:
@@ -92,7 +92,7 @@ class Card(File):
     """Operations spent on training, forward and backward."""
     forward_flops: Flops
     """Operations of one evaluation of one sample."""
-    sampling: Annotated[dict[str, float], AfterValidator(_drawable)] = {}
+    sampling: Annotated[dict[str, float | str], AfterValidator(_drawable)] = {}
     """Steps, guidance and shift that it was trained to be sampled with, before those of any campaign."""
     config_sha256: str = ""
     """Digest of `config.json`; set when it is written."""

@@ -51,7 +51,7 @@ class Teacher:
 
     def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """States `(B, C, H, W)`, their times `(B,)`, and the velocities to learn there."""
-        how = self.generation
+        how = self.generation.at(*batch.x0.shape[2:])
         # Clusters are fetched from a GPU only where they are asked for.
         asked = batch.clusters if how.routing.needs_labels else None
         rows = Row.each(how, batch.positions, None if asked is None else asked.tolist())

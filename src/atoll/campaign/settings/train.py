@@ -182,12 +182,12 @@ class StudentConfig(Config):
         hint = nearest(self.start, ("scratch", "average", "expert:0"))
         raise ConfigError(f"student.start: unknown {self.start!r}", hint)
 
-    def teaching(self, shift: float) -> Generation:
+    def teaching(self, shift: float | str) -> Generation:
         """How the teacher draws, where training times have this shift."""
         routing = Routing.named("oracle") if self.teacher == "cluster" else self.routing
         return Generation(steps=self.teacher_steps, guidance=self.guidance, routing=routing, shift=shift)
 
-    def sampling(self, shift: float) -> dict[str, float]:
+    def sampling(self, shift: float | str) -> dict[str, float | str]:
         """How the student has to be sampled then, as its card says; empty for as anybody likes."""
         return {
             **({"guidance": 1.0} if self.steps or self.guidance != 1 else {}),
