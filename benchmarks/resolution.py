@@ -167,7 +167,10 @@ def measure_all(to: Path, options: argparse.Namespace) -> list[Row]:
         }
         name = f"shift {shift:g}" if shift else "before"
         folders.append(to / f"{name}, {'interpolated' if scale > 1 else 'not interpolated'}-{seed}")
-        sets = flags(f"{key}={json.dumps(value)}" for key, value in settings.items())
+        sets = flags(
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in settings.items()
+        )
         if not (folders[-1] / "campaign.yaml").exists():
             recipe = ["--from", base, "--recipe", "high-resolution"]
             run_command("new", folders[-1], *recipe, *sets, alone=False)

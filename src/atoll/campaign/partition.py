@@ -68,7 +68,7 @@ def make_islands(campaign: Campaign) -> Partition:
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)
     if config.origin:
-        partition = _carried(campaign, dataset)
+        partition = partition_of_origin(campaign, dataset)
     else:
         partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
     shape = data_shape(dataset, config.condition, config.data.text_column, config.network.guidance)
@@ -90,7 +90,7 @@ def make_islands(campaign: Campaign) -> Partition:
     return partition
 
 
-def _carried(campaign: Campaign, dataset: DataSet) -> Partition:
+def partition_of_origin(campaign: Campaign, dataset: DataSet) -> Partition:
     """The partition of the campaign that this one goes on from; rows on no island there are left out."""
     origin = finished_origin(campaign.config, campaign.store.location)
     partition, clusters = partitions.load(origin.store), dict[str, int]()

@@ -261,8 +261,7 @@ def sample(
 ) -> None:
     """Sample pictures of PROMPTS, which are texts or class labels.
 
-    Options are short for settings: --steps 20 for --set sampling.steps=20. Others have no option, such as
-    --set sampling.residency.experts=1, which keeps one expert on the device.
+    Options are short for settings: --steps 20 for --set sampling.steps=20. Others take --set alone.
     """
     from atoll.base.safe_parse import read_lines
 

@@ -36,14 +36,15 @@ def shift_at(shift: float | str, tokens: float) -> float:
     return math.exp(low + (high - low) * (tokens - few) / (many - few))
 
 
-def _shift(value: float | str) -> float | str:
+def checked_shift(value: float | str) -> float | str:
+    """A time shift as it is; `ValueError` where it is none."""
     with suppress(ValueError):
         if shift_line(value) if isinstance(value, str) else 0 < value <= 1e4:
             return value
     raise ValueError(f"write a number over 0 and up to 10000, tokens or tokens({_FLUX})")
 
 
-Shift = Annotated[float | str, AfterValidator(_shift)]
+Shift = Annotated[float | str, AfterValidator(checked_shift)]
 
 
 class TimeConfig(Config):

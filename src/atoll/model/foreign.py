@@ -85,7 +85,7 @@ class DiffusersCheckpoint:
         """Refuse a network that would meet other positions than the checkpoint was trained with."""
         with torch.device("meta"):
             made = adapter.load(self.settings)
-        (there, size), (here, own) = map(_reach, (made, network))
+        (there, size), (here, own) = map(reach, (made, network))
         # With another size of patches no patch is embedded as it was.
         if size == own and abs(there / here - 1) > 1e-6:
             what = f"{self.name!r} has positions up to {there:g} patches, the network up to {here:g}"
@@ -230,7 +230,7 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     return fit
 
 
-def _reach(network: nn.Module) -> tuple[float, int]:
+def reach(network: nn.Module) -> tuple[float, int]:
     """Where positions end, or of those without an end the step, in patches; and the size of patches."""
     embed, config = cast(Any, network).pos_embed, cast(Any, network).config
     scale = getattr(embed, "interpolation_scale", config.get("interpolation_scale", 1))
