@@ -1,0 +1,328 @@
+"""Experts as low-rank changes of one network (LoRA) against whole experts: distance, bytes, memory, time.
+
+    python benchmarks/lora.py FOLDER [--ranks 2 8 32 64] [--rates 1 4] [--jobs 8] [--device cuda]
+    python benchmarks/lora.py --quick
+
+FOLDER holds the parquet files of `examples/emoji/prepare.py`, or some of them: each is a style, and the
+cluster of an expert. Images are conditioned on their category. All experts start from one shared pretraining
+and have equal training FLOPs, so changes take more steps than whole experts. Every rank is trained at several
+multiples of the whole experts' learning rate. Then the changes of the whole experts are cut to the same ranks
+by their singular values, as `atoll export --lora` does: at one rank, both have the same bytes. Variants train
+side by side, `--jobs` at a time; times are measured after them, alone. `--quick` draws its own images, and
+its distances mean nothing.
+"""
+
+import io
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from harness import (
+    Row,
+    child,
+    comparison_of,
+    finish,
+    median_row,
+    moment,
+    paired,
+    parsed,
+    parser,
+    ratios,
+    row,
+    run_command,
+)
+from PIL import Image
+
+from atoll.base.condition import Condition
+from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import initial_network
+from atoll.campaign.roles import SINGLE
+from atoll.campaign.runs import RunPlan, experts_of
+from atoll.encoders.vision import vision_encoder
+from atoll.export.lora import low_rank
+from atoll.model.card import WEIGHTS
+from atoll.model.checkpoint import Checkpoint
+from atoll.model.model import Model
+from atoll.model.residency import ResidentExperts
+from atoll.networks.families import family
+from atoll.networks.lora import own, trainable
+from atoll.networks.settings import NetworkConfig
+from atoll.store.store import Store
+
+ROUTING, SEED, WHOLE = "top-1", 0, "whole"
+SETTINGS: dict[str, Any] = {
+    "seed": SEED,
+    "condition": "class",
+    "data": {
+        "ingest": {"size": 32, "mode": "rgb", "heldout": 0.1, "group": "concept", "label": "label"},
+        "vae": "none",
+    },
+    "partition": {"method": "column", "column": "source"},
+    "network": {"family": "dit", "size": "nano", "patch": 4, "depth": 4, "heads": 3, "head_width": 32},
+    "train": {
+        "batch": 64,
+        "lr": 1e-3,
+        "lr_schedule": "cosine",
+        "threads": 1,
+        "validations": 1,
+        "previews": 0,
+    },
+    "router": {"patch": 8, "depth": 2, "heads": 2, "head_width": 32, "train": {"batch": 64, "lr": 1e-3}},
+    "budget": {"samples": 400_000, "pretrain": 0.5, "expert_batch": 64},
+    "sampling": {"steps": 25, "guidance": 2.0, "routing": ROUTING},
+    "compare": {"samples": 1000, "steps": 20, "guidance": 2.0, "strategies": [ROUTING], "shown": 4},
+}
+
+
+def main() -> None:
+    """Train the variants side by side, measure each, and then time them."""
+    words = parser(__doc__, "drawn images, two ranks, a few steps")
+    words.add_argument("folder", type=Path, nargs="?", help="parquet files of emoji")
+    words.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
+    words.add_argument(
+        "--rates", type=float, nargs="+", default=[1.0, 4.0], help="over the whole experts' rate"
+    )
+    words.add_argument("--samples", type=int, default=SETTINGS["budget"]["samples"])
+    words.add_argument("--jobs", type=int, default=8, help="variants at a time")
+    words.add_argument("--device", help="cpu or cuda, for the times; by default the GPU, if there is one")
+    options = parsed(words, work)
+    if options.quick == (options.folder is not None):
+        options.error("give a folder of parquet files, or --quick")
+    if options.quick:
+        options.ranks, options.rates, options.jobs = options.ranks[:2], options.rates[:1], 2
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with tempfile.TemporaryDirectory() as scratch:
+        lines, notes = measured(Path(scratch), options, device)
+    finish("lora", lines, options, notes)
+
+
+def measured(folder: Path, options: Any, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the result, and what they were measured with."""
+    settings, base, whole = settings_for(folder, options), folder / "base", folder / WHOLE
+    variants: dict[str, dict[str, Any]] = {WHOLE: {}}
+    for rank, rate in product(options.ranks, options.rates):
+        variants[f"rank {rank}, lr x {rate:g}"] = {"rank": rank, "rate": rate}
+    with ThreadPoolExecutor(options.jobs) as pool:
+
+        def each(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+            started, env = time.monotonic(), {"OMP_NUM_THREADS": "1"}
+            results = list(pool.map(lambda call: child(__file__, environment=env, **call), calls))
+            print(f"  {len(calls)} processes in {time.monotonic() - started:.0f} s", flush=True)
+            return results
+
+        # What all variants share: data, shared pretraining, router; the single network trains beside them.
+        base.mkdir()
+        (base / "campaign.yaml").write_text(yaml.safe_dump(settings))
+        run_command("data", "prepare", base)
+        run_command("partition", base)
+        train = {"step": "train", "folder": str(base)}
+        each([{**train, "role": role} for role in ("pretrain", "router")])
+        make = {"step": "variant", "base": str(base)}
+        calls = [{**make, "folder": str(folder / name), **how} for name, how in variants.items()]
+        found = dict(zip(variants, each([*calls, {**train, "role": "monolith"}]), strict=False))
+        make = {"step": "cut", "base": str(whole)}
+        calls = [{**make, "folder": str(folder / f"cut to {n}"), "rank": n} for n in options.ranks]
+        *cuts, single = each([*calls, {"step": "single", "folder": str(whole), "base": str(base)}])
+        found |= dict(zip((f"{WHOLE}, cut to rank {n}" for n in options.ranks), cuts, strict=True))
+    lines = [row(name, "distance", value) for name, value in single["single"].items()]
+    for name, result in found.items():
+        lines.append(row(name, "distance", result["distance"]))
+        lines.append(row(name, "distance / whole experts'", result["distance"] / found[WHOLE]["distance"]))
+        lines.append(row(name, "bytes of an expert", result["bytes"], "B"))
+        if kept := result["kept"]:
+            share = statistics.mean(kept)
+            lines.append(row(name, "share of the change's norm", share, spread=(min(kept), max(kept))))
+        else:
+            lines.append(row(name, "steps of an expert", result["steps"]))
+    timed = [name for name, how in variants.items() if how.get("rate", options.rates[0]) == options.rates[0]]
+    lines += times(folder, timed, device)
+    metric = comparison_of(whole).metric
+    return lines, {"metric": metric, "device": str(device), "settings": {**settings, "data": {}}}
+
+
+def settings_for(folder: Path, options: Any) -> dict[str, Any]:
+    """Settings of the campaigns, once their images lie in the folder with numbers for categories."""
+    sources = folder / "sources"
+    sources.mkdir()
+    names = drawn(sources) if options.quick else labelled(options.folder, sources)
+    content = {name: {"source": str(sources / f"{name}.parquet")} for name in names}
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], "path": str(folder / "data"), "source": content}}
+    settings["partition"] = {**SETTINGS["partition"], "k": len(names)}
+    settings["budget"] = {**SETTINGS["budget"], "samples": 1600 if options.quick else options.samples}
+    try:
+        vision_encoder("efficientnet-lite2", 64)
+        extractor = "efficientnet-lite2"
+    except Exception:  # its package holds its weights; a machine without it still has pixels
+        extractor = "pixels"
+    few = {"samples": 60, "fit_rows": 100, "steps": 4} if options.quick else {}
+    settings["compare"] = {**SETTINGS["compare"], "extractor": extractor, **few}
+    return settings
+
+
+def labelled(folder: Path, to: Path) -> list[str]:
+    """Write the files with a number for each category; their names."""
+    tables = {path.stem: pq.read_table(path) for path in sorted(folder.glob("*.parquet"))}
+    known = sorted({name for table in tables.values() for name in table.column("category").to_pylist()})
+    for name, table in tables.items():
+        numbers = [known.index(category) for category in table.column("category").to_pylist()]
+        pq.write_table(table.append_column("label", pa.array(numbers, pa.int64())), to / f"{name}.parquet")
+    return [*tables]
+
+
+def drawn(to: Path) -> list[str]:
+    """Write two files of 150 images of coloured rectangles; their names."""
+    for number, name in enumerate(("one", "two")):
+        source, rows = np.random.default_rng(number), list[dict[str, Any]]()
+        for n in range(150):
+            picture, side = np.full((32, 32, 3), 255, np.uint8), int(source.integers(8, 24))
+            picture[:side, : side + number * 8] = source.integers(0, 255, 3)
+            data = io.BytesIO()
+            Image.fromarray(picture).save(data, "PNG")
+            image, label = {"bytes": data.getvalue(), "path": None}, int(side > 16)
+            rows.append({"image": image, "caption": f"{n}", "concept": f"{name} {n}", "label": label})
+        pq.write_table(pa.Table.from_pylist(rows), to / f"{name}.parquet")
+    return ["one", "two"]
+
+
+# Processes of their own.
+
+
+def work(step: str, folder: str, **how: Any) -> Any:
+    """What a child does: train a run, or make a variant and measure it."""
+    if step == "train":
+        return run_command("train", how["role"], folder, alone=False)
+    if step == "single":
+        copied(Path(folder), Path(how["base"]), "monolith")
+    else:
+        make = variant if step == "variant" else cut
+        make(Path(folder), Path(how["base"]), how.get("rank"), how.get("rate"))
+        run_command("assemble", folder, alone=False)
+    run_command("compare", folder, alone=False)
+    comparison, campaign = comparison_of(Path(folder)), Campaign.open(folder)
+    parts = [Checkpoint(campaign.store, run.network) for run in experts_of(campaign.config.partition.k)]
+    distances = {line.name: line.distance for line in comparison.rows}
+    return {
+        "distance": distances[ROUTING],
+        "single": {name: value for name, value in distances.items() if name in SINGLE},
+        "bytes": statistics.mean((Path(folder) / part.prefix / WEIGHTS).stat().st_size for part in parts),
+        "steps": statistics.mean(part.card.samples / part.card.batch for part in parts),
+        "kept": [part.card.provenance["kept"] for part in parts if "kept" in part.card.provenance],
+    }
+
+
+def variant(folder: Path, base: Path, rank: int | None, rate: float | None) -> None:
+    """Train experts from the shared pretraining that lies in the base: changes of a rank, or whole ones."""
+    settings = yaml.safe_load((base / "campaign.yaml").read_text())
+    if rank is not None:
+        settings["network"]["lora"] = {"rank": rank}
+    folder.mkdir()
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(settings))
+    if rank is not None and rate is not None:
+        # The rate of experts alone: pretraining's and the router's are the base's.
+        own_rate = {"train": {"lr": rate * settings["train"]["lr"]}}
+        settings["islands"] = dict.fromkeys(range(settings["partition"]["k"]), own_rate)
+        (folder / "campaign.yaml").write_text(yaml.safe_dump(settings))
+    run_command("partition", folder, alone=False)
+    copied(folder, base, "pretrain", "router")
+    run_command("train", "pretrain", folder, alone=False)  # hands its weights over
+    for run in experts_of(settings["partition"]["k"]):
+        run_command("train", "expert", folder, "--expert", str(run.expert), alone=False)
+
+
+def copied(folder: Path, base: Path, *runs: str) -> None:
+    """Take runs over that are alike in both campaigns."""
+    for run in runs:
+        for part in ("run", "expert"):
+            shutil.copytree(base / run / part, folder / run / part)
+
+
+def cut(folder: Path, base: Path, rank: int, _: None) -> None:
+    """The campaign of whole experts, with the change of each cut to a rank."""
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("reports", "ensemble", "checkpoints"))
+    store, campaign = Store.open(folder), Campaign.open(folder)
+    for run in experts_of(campaign.config.partition.k):
+        part = Checkpoint(store, run.network)
+        change, card, plan = low_rank(part, rank), part.card, RunPlan.read(store, run.plan)
+        layers = sorted({name.rpartition(".lora_")[0] for name in change.tensors})
+        lora = {"rank": rank, "targets": layers}
+        config = NetworkConfig.parse({**campaign.config.network.model_dump(), "lora": lora}, "the benchmark")
+        network = initial_network(config, plan.shape, SEED)
+        state = network.state_dict()
+        state |= {**part.beside(card.provenance["initial_weights"]), **change.tensors}
+        network.load_state_dict(state)
+        for gone in ("run", "expert"):  # its log names the whole expert
+            shutil.rmtree(folder / run.folder / gone)
+        provenance = {**card.provenance, "kept": change.kept}
+        changes = {"base": card.provenance["initial_weights"], "weights_sha256": "", "provenance": provenance}
+        part.write(network, own(network, network.state_dict()), card.model_copy(update=changes))
+
+
+# Times and memory.
+
+
+def times(folder: Path, names: Sequence[str], device: torch.device) -> Iterator[Row]:
+    """Training steps over the whole experts', sampling over a single network, and memory of the weights."""
+    configs = {name: Campaign.open(folder / name).config for name in names}
+    plan = RunPlan.read(Store.open(folder / WHOLE), "islands/0/island.json")
+    whole = step_of(configs[WHOLE].network, plan, device)
+    for name in names:
+        if name != WHOLE:
+            own_step, theirs = paired([step_of(configs[name].network, plan, device), whole], 9)
+            yield median_row(name, "training step / whole experts'", ratios(own_step[2:], theirs[2:]))
+    single = Model.load(folder / WHOLE, "pretrain", device=device)
+    labels = [n % max(1, plan.shape.classes) for n in range(configs[WHOLE].compare.samples // 16)]
+    for name in names:
+        model = Model.load(folder / name, device=device)
+        sides = [partial(each, labels, steps=configs[WHOLE].compare.steps) for each in (model, single)]
+        ensemble, alone = paired(sides, 5)
+        yield median_row(name, "sampling / single network", ratios(ensemble[2:], alone[2:]))
+        yield row(name, "weights in memory", weights_in_memory(model), "B")
+
+
+def weights_in_memory(model: Model) -> int:
+    """Bytes of experts on the device, with what they share; the router and the guide not counted."""
+    experts: Any = model.bank.experts
+    if isinstance(experts, ResidentExperts):
+        networks = [module.network for module in experts._modules.values()]
+        shared = [p for network in networks for p in network.parameters()]
+        slots = {slot.block.untyped_storage().data_ptr() for slot in experts._slots}
+        base = sum(p.nbytes for p in shared if p.untyped_storage().data_ptr() not in slots)
+        return base + experts.device_bytes
+    return sum(p.nbytes for expert in experts for p in expert.network.parameters())
+
+
+def step_of(config: NetworkConfig, plan: RunPlan, device: torch.device) -> Any:
+    """One step of training on a batch that lies ready: forward, backward, AdamW."""
+    network = initial_network(config, plan.shape, SEED).to(device).train()
+    parameters, adapter = list(trainable(network).values()), family(config.family)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    shape = (plan.batch, plan.shape.channels, *plan.shape.usual)
+    x, t = torch.randn(shape, device=device), torch.rand(plan.batch, device=device)
+    labels = torch.zeros(plan.batch, dtype=torch.long, device=device) if plan.shape.classes else None
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = adapter.predict(network, x, t, Condition(labels=labels)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    moment()
+    return step
+
+
+if __name__ == "__main__":
+    main()
