@@ -83,6 +83,7 @@ class KnownEncoder:
     latent: tuple[int, int] = (0, 0)  # of an autoencoder: channels, and pixels to a side of one element
     width: int = 0  # of a text encoder: D of its states
     limit: int | None = None  # most tokens that it takes, if it has a limit
+    projected: bool = False  # of CLIP: it gives states beside its vector, as SD3 reads it
 
 
 _T5_WIDTHS = {"small": 512, "base": 768, "large": 1024, "xl": 2048, "xxl": 4096}
@@ -94,6 +95,10 @@ KNOWN = {
     "stabilityai/sdxl-vae": KnownEncoder("MIT", (4, 8)),
     "madebyollin/taesd": KnownEncoder("MIT", (4, 8)),
     "madebyollin/taef1": KnownEncoder("MIT", (16, 8)),
+    "madebyollin/taesd3": KnownEncoder("MIT", (16, 8)),
+    "stabilityai/stable-diffusion-3.5-medium/text_encoder": KnownEncoder(None, (0, 0), 768, 77, True),
+    "stabilityai/stable-diffusion-3.5-medium/text_encoder_2": KnownEncoder(None, (0, 0), 1280, 77, True),
+    "stabilityai/stable-diffusion-3.5-medium/text_encoder_3": KnownEncoder(None, width=4096),
     "minilm": KnownEncoder("Apache-2.0", width=384),
     "openai/clip-vit-base-patch32": KnownEncoder("MIT", width=512, limit=77),
     "openai/clip-vit-large-patch14": KnownEncoder("MIT", width=768, limit=77),

@@ -271,7 +271,8 @@ def text_form(name: str, max_length: int) -> Form:
                 known.limit is not None and len(names) > 1,
                 min(max_length, known.limit or max_length),
             )
-            forms.append(Form(length, 0 if clip else known.width, known.width if clip else 0, clip))
+            width = known.width if known.projected or not clip else 0
+            forms.append(Form(length, width, known.width if clip else 0, clip))
         else:
             forms.append(_form(_config(one)[0], max_length, len(names) > 1))
     return Form.joined(forms)
