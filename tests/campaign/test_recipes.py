@@ -25,8 +25,8 @@ SMALLER: dict[str, Any] = {
     "train": {"batch": 32, "log_every": 1, "threads": 1, "validations": 1, "previews": 0},
     "budget": {"samples": 32 * 21},  # a share of 4 % is the router's
 }
-# A published checkpoint is not here: experts change shared pretraining's network in its place, and the table of
-# positions would be larger than the tiny networks.
+# A published checkpoint is not here: experts change shared pretraining's network in its place, and the table
+# of positions would be larger than the tiny networks.
 PARTS: dict[str, Any] = {
     "flux-lora": {
         "network": {"init": "scratch", "arguments": {"num_layers": 1, "guidance_embeds": True}},
