@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from atoll.base.condition import Condition
-from atoll.base.console import say
 from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_json
@@ -38,16 +37,13 @@ from atoll.model.folder import (
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
-from atoll.model.pictures import Pictures, dissimilarity
+from atoll.model.pictures import Pictures, check_storage
 from atoll.model.residency import ResidentExperts
-from atoll.networks.storage import STORED, brought_back, stored_layers, write_stored
 from atoll.store.manifest import read_file
 from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
 ENSEMBLE = "ensemble"
-PROMPTS = ("a red apple on a table", "a dog in the snow", "a street at night", "the letter a")
-"""Of the pictures that show what stored weights change."""
 REMEMBERED = 64
 """Texts whose states are kept: the empty one is wanted by every guided call."""
 
@@ -358,44 +354,3 @@ def load_experts(
         return [loaded.get(number) for number in range(k)]
     stored = {number: part.open_lazily() for number, part in parts.items()}
     return ResidentExperts([stored.get(number) for number in range(k)], residency, device, dtype)
-
-
-def check_storage(load: Callable[[], Model], residency: Residency, model: Model) -> None:
-    """Compare pictures of the same noise with those of the model that `load` gives, whose weights are whole.
-
-    `ConfigError` beyond `residency.bound`; it names the layers that change the velocity most.
-    """
-    plain, how = load(), model.generation.with_(steps=min(model.generation.steps, 20), seed=0)
-    if how.routing.needs_labels:
-        how = how.with_(routing="top-1")
-    classes = [str(n) for n in range(min(len(PROMPTS), model.card.shape.classes))]
-    prompts = {"text": [*PROMPTS], "class": classes}.get(model.card.condition, [])
-    drawn = [one(prompts, 1 if prompts else len(PROMPTS), how) for one in (plain, model)]
-    distances = [dissimilarity(*pair) for pair in zip(*drawn, strict=True)]
-    distance, experts = sum(distances) / len(distances), plain.bank.experts
-    say(
-        f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights and the same noise"
-    )
-    assert isinstance(experts, ResidentExperts)
-    if distance > residency.bound:
-        number = next(n for n in range(len(experts)) if n not in experts.missing)
-        x, noise = torch.empty(1, *model.shape), torch.Generator().manual_seed(0)
-        cond, _ = plain.conditions(prompts).of([0], model.device)
-        call = x.normal_(generator=noise).to(model.device), torch.full((1,), 0.5, device=model.device), cond
-        changes = dict[str, float]()
-        # With gradients on no CUDA graph is replayed, which would not see that weights are others.
-        with torch.enable_grad():
-            whole = experts.velocity(number, *call)
-            for name, layer in stored_layers(experts.network(number), residency.keep).items():
-                weight = layer.get_parameter("weight")
-                stored = torch.empty_like(weight, dtype=STORED[residency.dtype])
-                scales = weight.new_empty(len(weight), dtype=torch.float32)
-                write_stored(weight, stored, scales)
-                layer.__dict__["weight"] = brought_back(stored, scales, weight.dtype)
-                changes[name] = float((experts.velocity(number, *call) - whole).square().mean())
-                del layer.__dict__["weight"]
-        worst = ",".join(sorted(changes, key=lambda name: -changes[name])[:4])
-        far = f"distance {distance:.3f}, over residency.bound={residency.bound:g}"
-        fix = f"leave layers as they are, first residency.keep=[{worst}], or take another residency.dtype"
-        raise ConfigError(f"images by {residency.dtype} have {far}", fix)
-    experts.close()

@@ -1,10 +1,10 @@
 """What a model drew: images with their prompts, to look at in a notebook and to write to files."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,10 +12,20 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from atoll.base.console import say
+from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, picture_place, png, write_picture
 from atoll.base.text import many
 from atoll.model.dispatch import Trace
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
+from atoll.model.residency import ResidentExperts
+from atoll.networks.storage import STORED, brought_back, stored_layers, write_stored
+
+if TYPE_CHECKING:  # a model checks its weights by this module
+    from atoll.model.model import Model
+
+PROMPTS = ("a red apple on a table", "a dog in the snow", "a street at night", "the letter a")
+"""Of the pictures that show what stored weights change."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +82,47 @@ class Pictures(Sequence[Any]):
         for file, image in files.items():
             write_picture(image, file)
         return [*files]
+
+
+def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Model") -> None:
+    """Compare pictures of the same noise with those of the model that `load` gives, whose weights are whole.
+
+    `ConfigError` beyond `residency.bound`; it names the layers that change the velocity most.
+    """
+    plain, how = load(), model.generation.with_(steps=min(model.generation.steps, 20), seed=0)
+    if how.routing.needs_labels:
+        how = how.with_(routing="top-1")
+    classes = [str(n) for n in range(min(len(PROMPTS), model.card.shape.classes))]
+    prompts = {"text": [*PROMPTS], "class": classes}.get(model.card.condition, [])
+    drawn = [one(prompts, 1 if prompts else len(PROMPTS), how) for one in (plain, model)]
+    distances = [dissimilarity(*pair) for pair in zip(*drawn, strict=True)]
+    distance, experts = sum(distances) / len(distances), plain.bank.experts
+    say(
+        f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights and the same noise"
+    )
+    assert isinstance(experts, ResidentExperts)
+    if distance > residency.bound:
+        number = next(n for n in range(len(experts)) if n not in experts.missing)
+        x, noise = torch.empty(1, *model.shape), torch.Generator().manual_seed(0)
+        cond, _ = plain.conditions(prompts).of([0], model.device)
+        call = x.normal_(generator=noise).to(model.device), torch.full((1,), 0.5, device=model.device), cond
+        changes = dict[str, float]()
+        # With gradients on no CUDA graph is replayed, which would not see that weights are others.
+        with torch.enable_grad():
+            whole = experts.velocity(number, *call)
+            for name, layer in stored_layers(experts.network(number), residency.keep).items():
+                weight = layer.get_parameter("weight")
+                stored = torch.empty_like(weight, dtype=STORED[residency.dtype])
+                scales = weight.new_empty(len(weight), dtype=torch.float32)
+                write_stored(weight, stored, scales)
+                layer.__dict__["weight"] = brought_back(stored, scales, weight.dtype)
+                changes[name] = float((experts.velocity(number, *call) - whole).square().mean())
+                del layer.__dict__["weight"]
+        worst = ",".join(sorted(changes, key=lambda name: -changes[name])[:4])
+        far = f"distance {distance:.3f}, over residency.bound={residency.bound:g}"
+        fix = f"leave layers as they are, first residency.keep=[{worst}], or take another residency.dtype"
+        raise ConfigError(f"images by {residency.dtype} have {far}", fix)
+    experts.close()
 
 
 def dissimilarity(one: Image.Image, other: Image.Image) -> float:
