@@ -12,6 +12,7 @@ weights and data are drawn, since time and memory depend on neither.
 - rows: how fast one thread prepares batches of latents and of T5-XXL's states, which a step must not outrun.
 - sampling: an ensemble of K = 8 under each strategy over one network, in turn, in bf16, and `once` in batches
   by expert, as `atoll sample` draws it; then with one expert on the device, the others in host memory.
+- storage: an expert's weights in fp8 and int8 against bf16.
 - encoding: images a second through the autoencoder of Stable Diffusion and DINOv2-L, captions through T5-XL.
 - serving: images a second of the server's engine with 1 to 64 requests in flight, DiT-XL/2 in bf16.
 
@@ -110,7 +111,7 @@ def main() -> None:
     for name, compiled in product(NETWORKS, ways):
         case = f"step, {name}, {'compiled' if compiled else 'eager'}"
         cases[case] = partial(step, case, options.quick, name, compiled)
-    for part in (checkpoint, rows, serving, sampling, swapped, encoding):
+    for part in (checkpoint, rows, serving, sampling, swapped, storage, encoding):
         cases[part.__name__] = partial(part, part.__name__, options.quick)
     found = measured(options, {name: partial(fresh, case) for name, case in cases.items()})
     best = [line["value"] for line in found if line["metric"] == PRODUCT]
@@ -340,6 +341,27 @@ def swapped(case: str, quick: bool) -> Iterator[Row]:
         yield row(case, "an expert's weights", apart.place_bytes / 2**20, "MiB")
 
 
+def storage(case: str, quick: bool) -> Iterator[Row]:
+    """One byte a number, brought back layer by layer, against bf16: time of a guided step, and bytes."""
+    setting = replace(sampling_setting(quick), k=1)
+    few = replace(setting, batch=1)
+    with tempfile.TemporaryDirectory() as folder:
+        sources, names = stored(setting, Path(folder)), ("bf16", "fp8", "int8")
+        made = [
+            ResidentExperts(sources, Residency(experts=1, dtype=name), setting.device, torch.bfloat16)
+            for name in names  # type: ignore[arg-type]
+        ]
+        banks = [Bank(one, Opinions(setting), costs=costs(setting)) for one in made]
+        for how in (setting, few):
+            base = one_batch(banks[0], how, "once")
+            for name, bank in zip(names[1:], banks[1:], strict=True):
+                mine, theirs = in_pairs(one_batch(bank, how, "once"), base, 1 if quick else 3)
+                found = [a / b for a, b in zip(mine, theirs, strict=True)]
+                yield median_row(case, f"{name}, batches of {how.batch} / bf16, time", found)
+        for name, one in zip(names[1:], made[1:], strict=True):
+            yield row(case, f"{name}, bytes of an expert / bf16", one.place_bytes / made[0].place_bytes)
+
+
 # Encoding.
 
 
@@ -379,20 +401,14 @@ def encoding(case: str, quick: bool) -> Iterator[Row]:
     def rate(seconds: Sequence[float]) -> list[float]:
         return [count / s for s in seconds]
 
-    autoencoder = Autoencoder("drawn", vae, device=where)
-    latents = autoencoder.encode(pictures)
-    yield median_row(
-        case,
-        f"autoencoder, {side} px to latents",
-        rate(timed(lambda: autoencoder.encode(pictures), times)),
-        "1/s",
-    )
-    yield median_row(
-        case,
-        f"autoencoder, latents to {side} px",
-        rate(timed(lambda: autoencoder.decode(latents), times)),
-        "1/s",
-    )
+    for way, form in (("", torch.contiguous_format), (", channels last", torch.channels_last)):
+        autoencoder = Autoencoder("drawn", vae.to(memory_format=form), device=where)
+        latents = autoencoder.encode(pictures)
+        for name, run in (
+            (f"{side} px to latents", partial(autoencoder.encode, pictures)),
+            (f"latents to {side} px", partial(autoencoder.decode, latents)),
+        ):
+            yield median_row(case, f"autoencoder{way}, {name}", rate(timed(run, times)), "1/s")
     seen = 28 if quick else 224
     judge = VisionEncoder(
         "drawn", dino, seen, dino_config.hidden_size, lambda x: x / 127.5 - 1,

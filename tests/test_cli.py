@@ -133,7 +133,7 @@ def test_a_new_campaign_where_there_is_something(run: Run, made: Path, tmp_path:
         ("train.betas=[0.9]", ["'train.betas.1' in the new campaign is missing: give it a value"]),
         ("compare.strategies=[top]", ["'top'"]),
         ("compare.strategies=[top-1 null once]", ["the null branch takes full, top-K"]),
-        ("student.routing=top-1 null sample-1", ["training is not guided", "leave 'null' out"]),
+        ("student.routing=top-1 null sample-1", ["the teacher is not guided", "leave 'null' out"]),
         ("student.routing=oracle", ["needs no router", "teacher: cluster"]),
         ("data.ingest.glyphs.faces=cor", ["no faces 'cor'", "did you mean 'core'?"]),
         ("objective.prediction=velocity", ["'objective.prediction'", "'v'"]),

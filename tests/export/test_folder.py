@@ -240,11 +240,9 @@ def test_what_is_not_ours_is_not_overwritten(saved: Path, tmp_path: Path) -> Non
             pipe.save_pretrained(name if "://" in name else tmp_path / name)
     with pytest.raises(ConfigError, match="safetensors"):
         pipe.save_pretrained(tmp_path / "new", safe_serialization=False)
-    shifting = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     for scheduler, words in (
         (diffusers.DDIMScheduler(), "does not integrate flows"),
         (diffusers.UniPCMultistepScheduler(), "does not integrate flows"),
-        (shifting, "use_dynamic_shifting"),
         (None, "None is no scheduler"),
     ):
         pipe.scheduler = scheduler

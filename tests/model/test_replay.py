@@ -11,7 +11,7 @@ from atoll.base.condition import Condition
 from atoll.model import replay
 from atoll.model.replay import Replayed, filled
 from atoll.networks.families import family
-from atoll.networks.lora import add_change, trainable
+from atoll.networks.lora import changed, trainable
 from atoll.networks.settings import LoraConfig
 from helpers_networks import conditions, denoiser, noise
 
@@ -132,7 +132,7 @@ def test_batches_are_filled_up_a_little_to_few_shapes():
 def test_changes_of_one_network_are_recorded_apart(recordings: list[Tensor]):
     """Their first parameter is the network's, which stays where it is: the address of a change tells."""
     network = denoiser(1)
-    add_change(network, LoraConfig(rank=2))
+    changed(network, LoraConfig(rank=2))
     pool = [{name: torch.randn_like(p) for name, p in trainable(network).items()} for _ in range(3)]
     replayed = Replayed(network, partial(family("pixart").predict, network), "cpu")
     given = noise(4), torch.rand(4), conditions(4)

@@ -6,6 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from PIL import Image
 
 from atoll.campaign.folder import Campaign
@@ -16,7 +17,7 @@ from atoll.model.model import Model
 from atoll.model.pictures import dissimilarity
 from atoll.model.residency import ResidentExperts
 from atoll.networks.settings import FamilyName
-from atoll.networks.storage import STORED, brought_back, stored_layers, write_stored
+from atoll.networks.storage import KEPT, STORED, brought_back, stored_layers, write_stored
 from helpers import Run, assembled, refused
 from helpers_networks import CLASSES, TEXT, conditions, denoiser, expert, noise
 
@@ -54,6 +55,7 @@ def test_what_diffusers_keeps_stays_whole() -> None:
     network = expert(0, CLASSES).network
     taken = stored_layers(network)
     assert taken and not any("norm" in name or "pos_embed" in name for name in taken)
+    assert KEPT == DEFAULT_SKIP_MODULES_PATTERN
     one = next(iter(taken))
     assert stored_layers(network, [f"^{one}$"]).keys() == taken.keys() - {one}
 

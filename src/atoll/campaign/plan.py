@@ -226,13 +226,10 @@ def make_plan(
         rows = data.rows if run.expert is None or data.rows is None else data.sizes[run.expert]
         # The monolith would have the GPUs of all islands, at one site.
         there = gpus * len(data.sizes) if run.kind.counted == "baseline" else gpus
-        encoding = float(WEIGHTS * (encoder or 0))
-        there = min(there, part.batch)
+        encoding, there = float(WEIGHTS * (encoder or 0)), min(there, part.batch)
         costs[run] = RunCost(run, part, rows, memory, there, gpu, train.parallel, place, encoding)
     parts = [cost for run, cost in costs.items() if run.kind.assembled]
     experts = [cost for cost in parts if cost.run.expert is not None]
-    trained = runs_of(config)
-
     notes = [*data.notes, *too_small(config, budget), "utilisation and price are examples: see --table"]
     notes += [
         f"{cost.run.name} uses {cost.gpus} of the {gpus} GPUs: its batch is {cost.budget.batch} samples"
@@ -255,18 +252,19 @@ def make_plan(
 
     # How captions' bytes were counted, and what the other way of keeping them would take.
     if (captions := data.text) is not None:
-        each, other = (
-            token_bytes(captions.width, stored) for stored in (captions.precomputed, not captions.precomputed)
+        ways = captions.precomputed, not captions.precomputed
+        each, other = (token_bytes(captions.width, stored) for stored in ways)
+        samples = sum(
+            budget[run].steps * budget[run].batch for run in runs_of(config) if run.kind.counted != "extra"
         )
-        samples = sum(budget[run].steps * budget[run].batch for run in trained if run.kind.counted != "extra")
         seen, stored = samples / captions.captions, size(captions.bytes // each * other)
         notes.append(
             f"text: {captions.captions:,} distinct captions x {captions.tokens:.1f} tokens x {each} bytes"
             + ("" if captions.counted else ", estimated")
         )
         if captions.precomputed:
-            cheaper = ": cheaper, data.precompute_text=false" if seen < 1 else ""
-            takes = f"would take {stored} and {seen:.3g} times the encoder's work{cheaper}"
+            takes = f"would take {stored} and {seen:.3g} times the encoder's work"
+            takes += ": cheaper, data.precompute_text=false" * (seen < 1)
         else:
             takes = f"takes {seen:.3g} times the encoder's work (precomputed states would take {stored})"
         notes.append(f"text encoded in training {takes}")
@@ -305,7 +303,7 @@ def make_plan(
     )
     common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
     about = max(ends.values()), common, transfer, notes
-    return Plan(name, gpu, gpus, costs, trained, *about, *drawing(config, costs, gpu.memory))
+    return Plan(name, gpu, gpus, costs, runs_of(config), *about, *drawing(config, costs, gpu.memory))
 
 
 def drawing(
@@ -315,16 +313,14 @@ def drawing(
     where not even one fits fewer images at once."""
     own, most, k = config.sampling.residency, config.compare.batch, config.partition.k
     width = 4 if own.dtype == "float32" else 2  # bytes of a number
-    sizes, shared_by = dict[Run, int](), 0  # of what a run brings, and of what experts change (LoRA)
-    for run, cost in costs.items():
-        of, less = cost.footprint, own.stored * (width - 1) * cost.footprint.storable
-        sizes[run] = width * of.parameters - less * (not of.frozen)
-        shared_by = max(shared_by, width * of.frozen - less * (of.frozen > 0))
+    weights = {run: cost.footprint.weights(width, own.stored) for run, cost in costs.items()}
+    sizes = {run: mine for run, (mine, _) in weights.items()}
     experts = [sizes[run] for run in costs if run.expert is not None]
     image = width / 2 * max(cost.footprint.drawing for cost in costs.values())
     image *= 1 + (config.condition != "none" and config.sampling.guidance != 1)
     encoder = text_parameters(config.data.text_encoder) if config.condition == "text" else 0
     shared = OVERHEAD + DECODING * (config.data.vae != "none") + WEIGHTS * (encoder or 0)
+    changed = max(other for _, other in weights.values())
     single, ways = [run for run in runs_of(config) if run.expert is None], list[list[dict[str, Any]]]()
     for batch, n in product((most >> halved for halved in range(most.bit_length())), range(k, 0, -1)):
         limits, rows = own if n == k else own.model_copy(update={"experts": n}), list[dict[str, Any]]()
@@ -332,8 +328,7 @@ def drawing(
         for stage, count in {**STAGES, "compare": batch}.items():
             # `compare` keeps the single networks that it has measured.
             held = sum(sizes[run] for run in single if stage == "compare" or run.role not in BESIDE)
-            held += max(experts) * places if places else sum(experts)
-            held += shared_by
+            held += changed + (max(experts) * places if places else sum(experts))
             total = held + image * count + shared
             how = f"{places or k} experts: {total / 2**30:.1f}" if total <= memory else "DOES NOT FIT"
             rows.append({"run": stage, "batch": count, "state": held, "plain": total, "how_it_runs": how})

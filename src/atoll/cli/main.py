@@ -265,12 +265,11 @@ def sample(
     """
     from atoll.base.safe_parse import read_lines
 
-    lines = [line.strip() for line in read_lines(listed)] if listed is not None else []
+    prompts += tuple(filter(None, map(str.strip, read_lines(listed)))) if listed is not None else ()
     opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
     from atoll.campaign.sample import sample_campaign
 
-    asked = {name: generation[name] for name in ("steps", "guidance")}
-    sample_campaign(opened, [*prompts, *filter(None, lines)], out, model, count, device, **asked)
+    sample_campaign(opened, prompts, out, model, count, device, **generation)
 
 
 @atoll.command("compare")
@@ -382,8 +381,7 @@ def export(campaign: str, to: Path, experts: str | None, private: bool, **option
     from atoll.export.lora import export_model
     from atoll.export.push import check_account, push_folder
 
-    numbers: Any = "auto" if experts is None else _numbers(experts, "--experts")
-    request = ExportRequest(to, numbers, **options)
+    request = ExportRequest(to, "auto" if experts is None else _numbers(experts, "--experts"), **options)
     if request.push:
         check_account(request.push)
     root = export_model(open_campaign(campaign), request)

@@ -172,7 +172,7 @@ class IngestJob(ShardedJob[DataSet]):
         # Without control characters, but for tabs and newlines.
         cleaned = [re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", " ", text).strip() for text in texts]
         captions = [text for text in cleaned if text]
-        if not captions and any(texts):  # a source that may gives "" where there is none
+        if not captions and not record.uncaptioned:
             return Reject(record.key, "empty caption")
         captions = captions or [""]
         if name in ids:

@@ -262,7 +262,7 @@ def check_names(sources: Mapping[str, object]) -> None:
 class CaptionerConfig(Config):
     """What describes images that have no caption."""
 
-    model: str
+    model: str = "HuggingFaceTB/SmolVLM-256M-Instruct"
     """Image-text model: a folder or a hub name that transformers loads as `AutoModelForImageTextToText`."""
     prompt: str = "Describe this image in one sentence."
     """What the model is asked, in its own chat template if it has one."""

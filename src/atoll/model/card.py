@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from atoll.base.errors import ConfigError, DataError, PartitionError
 from atoll.base.format import File
@@ -36,23 +36,6 @@ def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> Non
         except ValueError as error:
             fix = "write the column again: atoll data encode"
             raise DataError(f"the producer of the column {column} is incomplete: {error}", fix) from None
-
-
-def _groups(provenance: dict[str, Any]) -> dict[str, Any]:
-    for key in ("init", "student"):
-        if not isinstance(provenance.get(key, {}), dict):
-            raise ValueError(f"{key} is no group of values")
-    return provenance
-
-
-def _drawable(sampling: dict[str, float | str]) -> dict[str, float | str]:
-    if sampling.keys() - {"steps", "guidance", "shift"}:
-        raise ValueError("it is more than steps, guidance and shift")
-    try:
-        Generation().with_(**sampling)
-    except ConfigError as error:
-        raise ValueError(error.what) from None
-    return sampling
 
 
 class Card(File):
@@ -92,7 +75,7 @@ class Card(File):
     """Operations spent on training, forward and backward."""
     forward_flops: Flops
     """Operations of one evaluation of one sample."""
-    sampling: Annotated[dict[str, float | str], AfterValidator(_drawable)] = {}
+    sampling: dict[str, float | str] = {}
     """Steps, guidance and shift that it was trained to be sampled with, before those of any campaign."""
     config_sha256: str = ""
     """Digest of `config.json`; set when it is written."""
@@ -101,9 +84,28 @@ class Card(File):
     base: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     """SHA-256 of the weights' file of the network that this one is a low-rank change of (LoRA), which lies
     beside it; empty for a whole network."""
-    provenance: Annotated[dict[str, Any], AfterValidator(_groups)]
+    provenance: dict[str, Any]
     """Versions, machine, threads, seed, `init` and `initial_weights`, digest of the data, seconds; of a
     student also its teachers."""
+
+    @field_validator("provenance")
+    @classmethod
+    def _holds_groups(cls, provenance: dict[str, Any]) -> dict[str, Any]:
+        for key in ("init", "student"):
+            if not isinstance(provenance.get(key, {}), dict):
+                raise ValueError(f"{key} is no group of values")
+        return provenance
+
+    @field_validator("sampling")
+    @classmethod
+    def _is_drawable(cls, sampling: dict[str, float | str]) -> dict[str, float | str]:
+        if sampling.keys() - {"steps", "guidance", "shift"}:
+            raise ValueError("it is more than steps, guidance and shift")
+        try:
+            Generation().with_(**sampling)
+        except ConfigError as error:
+            raise ValueError(error.what) from None
+        return sampling
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

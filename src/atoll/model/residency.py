@@ -147,7 +147,7 @@ class ResidentExperts:
             if source.stored.shared == card.weights_sha256:
                 slot = _Slot.make(source.module.layout.nbytes, self.device)
                 slot.block.zero_()
-                return _Unchanged(source, slot)
+                return Unchanged(source, slot)
         return None
 
     def close(self) -> None:
@@ -263,7 +263,9 @@ class ResidentExpert:
 
 
 @dataclass(frozen=True)
-class _Unchanged(Denoiser):
+class Unchanged(Denoiser):
+    """The network that experts change (LoRA), by a slot of zeros."""
+
     source: "_ResidentSource"
     slot: "_Slot"
 

@@ -119,6 +119,13 @@ class Footprint:
     frozen: int = 0
     storable: int = 0
 
+    def weights(self, width: int, stored: bool) -> tuple[int, int]:
+        """Bytes of what it trains and of what it changes, at `width` a number or, `stored`, in one."""
+        # Stored are weights of whole networks: also of the one that LoRA experts change, which they share.
+        less = (width - 1) * self.storable * stored
+        whole = width * self.parameters - less * (not self.frozen)
+        return whole, width * self.frozen - less * (self.frozen > 0)
+
     @property
     def state(self) -> int:
         """Weights, gradients, AdamW's two moments and the average of the weights."""

@@ -19,18 +19,13 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.imports import lean_imports
 from atoll.base.rng import generator
-from atoll.networks.lora import DOWN, UP, add_change, is_change, trainable
-from atoll.networks.settings import (
-    TAKES_TEXT,
-    DataShape,
-    FamilyName,
-    LoraConfig,
-    NetworkConfig,
-    check_sides,
-)
+from atoll.networks.lora import DOWN, UP, changed, is_change, trainable
+from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
 PIXELS = 8
 """Of a latent pixel, for PixArt-alpha's embedding of sizes: its autoencoder has these."""
+EMBEDDERS = ("timestep_embedder", "resolution_embedder", "ratio_embedder", "caption_projection")
+"""Of two layers, which start at a width of their own."""
 
 
 class Family:
@@ -77,7 +72,7 @@ class Family:
             what = f"network.arguments: {self.class_name} has no argument {name!r}"
             raise ConfigError(what, nearest(name, known))
         network = self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
-        return network if config.lora is None else add_change(network, config.lora)
+        return changed(network, config.lora)
 
     def adapt(self, network: nn.Module) -> nn.Module:
         """Switch off what a class does by itself that must not happen; returns the network."""
@@ -92,8 +87,7 @@ class Family:
         """A network from the `config.json` that diffusers wrote, without its weights."""
         arguments = {name: value for name, value in config.items() if name != "lora"}
         network = self.adapt(cast(Any, self.network_class()).from_config(arguments))
-        lora = config.get("lora")
-        return network if lora is None else add_change(network, LoraConfig.parse(lora, "config.json"))
+        return changed(network, config.get("lora"))
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
@@ -446,9 +440,7 @@ def initialise(network: nn.Module, seed: int) -> None:
                 if key in ("scale_shift_table", "cls_token"):
                     normal(parameter, 0.02 if key == "cls_token" else parameter.shape[-1] ** -0.5)
         for name, module in network.named_modules():  # after their layers, which come later in the first pass
-            if name.endswith(
-                ("timestep_embedder", "resolution_embedder", "ratio_embedder", "caption_projection")
-            ):
+            if name.endswith(EMBEDDERS):
                 normal(cast(Any, module).linear_1.weight, 0.02)
                 normal(cast(Any, module).linear_2.weight, 0.02)
             elif name == "adaln_single.linear":

@@ -42,8 +42,12 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
-def add_change(network: nn.Module, config: LoraConfig) -> nn.Module:
-    """Add the matrices, in place, and freeze the rest; `ConfigError` if targets or rank do not fit."""
+def changed(network: nn.Module, config: LoraConfig | Mapping[str, Any] | None) -> nn.Module:
+    """Add a change's matrices, in place, and freeze the rest; `ConfigError` if targets or rank do not fit."""
+    if config is None:
+        return network
+    if not isinstance(config, LoraConfig):
+        config = LoraConfig.parse(config, "config.json")
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
     blocks = {name: layer for name, layer in layers.items() if "transformer_blocks." in name}
     chosen = {} if config.targets else blocks
@@ -54,6 +58,12 @@ def add_change(network: nn.Module, config: LoraConfig) -> nn.Module:
             what = f"network.lora.targets: no linear layer of {type(network).__name__} is called {target!r}"
             raise ConfigError(what, f"there are {', '.join(ends)}")
         chosen |= matched
+
+    def add(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # A hook, so that the layer stays a plain `Linear` for whoever looks at its type.
+        change: Tensor = layer.lora_B(layer.lora_A(inputs[0])) * layer.lora_scale
+        return output + change
+
     network.requires_grad_(False)
     for name, layer in chosen.items():
         width = min(layer.in_features, layer.out_features)
@@ -65,12 +75,6 @@ def add_change(network: nn.Module, config: LoraConfig) -> nn.Module:
         setattr(layer, DOWN, nn.Linear(layer.in_features, config.rank, bias=False))
         setattr(layer, UP, nn.Linear(config.rank, layer.out_features, bias=False))
         layer.lora_scale = config.scale  # type: ignore[assignment]
-        layer.register_forward_hook(_changed)
+        layer.register_forward_hook(add)
     network.register_to_config(lora=config.model_dump())  # type: ignore[operator]
     return network
-
-
-def _changed(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    # A hook, so that the layer stays a plain `Linear` for whoever looks at its type.
-    change: Tensor = layer.lora_B(layer.lora_A(inputs[0])) * layer.lora_scale
-    return output + change

@@ -11,6 +11,8 @@ from atoll.networks.lora import is_change
 
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Types of one byte, by the name of the setting."""
+KEPT = ("pos_embed", "patch_embed", "norm", "^proj_in$", "^proj_out$")
+"""Patterns of layers that stay whole: those of diffusers' layerwise casting."""
 SCALE = "_scale"
 """Ends the name of the scales `(rows,)` of a stored weight."""
 
@@ -20,10 +22,8 @@ def stored_layers(network: nn.Module, keep: Sequence[str] = ()) -> dict[str, nn.
 
     `keep` are further patterns of names to leave as they are.
     """
-    from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
-
     own = getattr(network, "_skip_layerwise_casting_patterns", None) or ()
-    kept = [*DEFAULT_SKIP_MODULES_PATTERN, *own, *keep]
+    kept = [*KEPT, *own, *keep]
     return {
         name: layer
         for name, layer in network.named_modules()
@@ -38,8 +38,8 @@ def store(network: nn.Module, dtype: torch.dtype, keep: Sequence[str] = ()) -> d
     kinds = dict[str, torch.dtype]()
     for name, layer in stored_layers(network, keep).items():
         layer.register_buffer(f"weight{SCALE}", torch.empty(len(layer.get_parameter("weight"))))
-        layer.register_forward_pre_hook(_bring_back)
-        layer.register_forward_hook(_let_go, always_call=True)
+        layer.register_forward_pre_hook(bring_back)
+        layer.register_forward_hook(let_go, always_call=True)
         kinds |= {f"{name}.weight": dtype, f"{name}.weight{SCALE}": torch.float32}
     return kinds
 
@@ -62,10 +62,12 @@ def brought_back(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 # An entry of the instance's own hides the parameter of its name, which stays where its slot is: neither the
 # parameter nor its memory changes, so that CUDA graphs and whoever moves weights know nothing of it.
-def _bring_back(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+def bring_back(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Before a layer computes: its weight in the type of its inputs."""
     weight, scales = layer.get_parameter("weight"), layer.get_buffer(f"weight{SCALE}")
     layer.__dict__["weight"] = brought_back(weight, scales, inputs[0].dtype)
 
 
-def _let_go(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def let_go(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    """After it: the memory of that weight is free."""
     layer.__dict__.pop("weight", None)

@@ -25,6 +25,7 @@ class Record:
     captions: tuple[str, ...] = ()  # all, `caption` first; empty where the source has one a row
     licence: str | None = None  # of this row, where the source has one for each
     source: str | None = None  # its name, of several
+    uncaptioned: bool = False  # whether it is taken without a caption
 
 
 class Source(Protocol):
@@ -109,8 +110,6 @@ def to_record(
     instead = None if label == -1 else str(label)
     caption = instead if options.caption is None else row.get(options.caption)
     captions = _captions(caption, options.captions)
-    if not isinstance(captions, str) and not any(text.strip() for text in captions):
-        captions = "empty caption"
     if options.uncaptioned and captions == "empty caption":
         captions = ("",)
     if isinstance(captions, str):
@@ -132,6 +131,7 @@ def to_record(
         group=None if group is None else str(group),
         captions=captions if options.captions else (),
         licence=str(licence or options.licence) if options.licence_column else None,
+        uncaptioned=options.uncaptioned,
     )
 
 
