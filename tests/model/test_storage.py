@@ -1,5 +1,6 @@
 """Experts' weights in one byte a number: fewer bytes, close to whole ones, and refused where they are not."""
 
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +34,9 @@ def test_a_weight_comes_back_within_a_step_of_its_row(name: str) -> None:
     back = brought_back(stored, scales, torch.float32)
     most = value.abs().amax((1, 2, 3), keepdim=True)
     step = most / 254 if name == "int8" else value.abs() / 16 + most / 2**17
-    assert bool(((back - value).abs() <= step * 1.001).all())
+    # The largest of a row may be cut by as much as bf16 rounds its scale.
+    assert bool(((back - value).abs() <= step + most / 2**8).all())
+    assert torch.equal(brought_back(stored, scales, torch.bfloat16), back.bfloat16())
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -99,7 +102,8 @@ def test_images_beyond_the_bound_are_refused(trained: Path, run: Run, tmp_path: 
 
 
 def test_plan_counts_the_bytes(trained: Path, run: Run) -> None:
-    whole, stored = (
-        run("plan", trained, "--set", f"sampling.residency.dtype={name}") for name in ("bf16", "int8")
-    )
-    assert whole.code == stored.code == 0
+    held = dict[str, float]()
+    for name in ("bf16", "int8"):
+        said = run("plan", trained, "--json", "--set", f"sampling.residency.dtype={name}")
+        held[name] = next(row["state"] for row in json.loads(said.out)["drawing"] if row["run"] == "sample")
+    assert 0.5 < held["int8"] / held["bf16"] < 0.9

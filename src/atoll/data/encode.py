@@ -20,6 +20,9 @@ from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
 
+PROBED = 4
+"""Images whose captions tell whether a captioner answers at all."""
+
 
 def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
     """What made a column: by the hashes in 16 bits, copies that are saved so are known again.
@@ -89,13 +92,15 @@ def caption_job(
 ) -> ColumnJob:
     """The captions of all rows, UTF-8, ragged: made for those that have none, or for all.
 
-    `DataError` while the captioner has answered nothing at all; a single image may get "", which trains the
+    `DataError` if the captioner answers nothing to the first images; one of many may get "", which trains the
     unconditional branch.
     """
-    heard = False
+    first = [dataset.image(row) for row in range(min(PROBED, len(dataset)))]
+    if not any(captioner.describe(first)):
+        what = f"{captioner.name!r} answers nothing to {captioner.prompt!r} for {many(len(first), 'image')}"
+        raise DataError(what, "set another data.captioner.prompt or model")
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        nonlocal heard
         captions = dataset.source_table(shard, [CAPTION]).column(CAPTION).to_pylist()
         rows = [row for row, caption in enumerate(captions) if config.replace or not caption]
         pictures = dataset.iter_images(shard, numbers=rows) if rows else iter(())
@@ -103,12 +108,6 @@ def caption_job(
             part = rows[start : start + config.batch]
             for row, answer in zip(part, captioner.describe([*islice(pictures, len(part))]), strict=True):
                 captions[row] = answer
-                heard = heard or bool(answer)
-        if rows and not heard:
-            what = (
-                f"{captioner.name!r} answers nothing to {captioner.prompt!r} for {many(len(rows), 'image')}"
-            )
-            raise DataError(what, "set another data.captioner.prompt or model")
         return ragged([[caption] for caption in captions], lambda text: torch.tensor([*text.encode()]).byte())
 
     producer = {**captioner.producer(), **config.producer()}

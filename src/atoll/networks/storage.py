@@ -49,8 +49,9 @@ def write_stored(value: Tensor, stored: Tensor, scales: Tensor) -> None:
     rows = value.float().flatten(1)
     whole = stored.dtype == torch.int8
     largest = 127.0 if whole else torch.finfo(stored.dtype).max
-    scales.copy_(rows.abs().amax(1).clamp(min=1e-12) / largest)
-    # The division may round to just beyond the largest number, which fp8 has no infinity for, but NaN.
+    # A scale that bf16 has, since it is multiplied in the type that is computed in.
+    scales.copy_((rows.abs().amax(1).clamp(min=1e-12) / largest).bfloat16())
+    # The quotient may be just beyond the largest number, for which fp8 has no infinity, but NaN.
     scaled = (rows / scales[:, None]).clamp(-largest, largest)
     stored.copy_((scaled.round() if whole else scaled).view_as(stored))
 
