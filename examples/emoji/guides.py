@@ -96,8 +96,8 @@ class GuidedSampler(Sampler):
 
     def __init__(self, way: Way, others: Sequence[Denoiser], *rest: Any, **more: Any) -> None:
         if way.heun:
-            more["scheduler"] = FlowMatchHeunDiscreteScheduler(shift=way.shift)
-            set_times(more["scheduler"], way.steps)
+            heun = FlowMatchHeunDiscreteScheduler(shift=way.shift)
+            more["scheduler"], _ = set_times(heun, way.steps, rest[-1].shape[1:])
         super().__init__(*rest, **more)
         self.way, self.others = way, others
 

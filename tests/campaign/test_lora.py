@@ -204,7 +204,12 @@ def test_a_change_of_another_network_is_refused(campaign: Path, tmp_path: Path, 
     ("changes", "words"),
     [
         ({"network": {"lora": {"rank": 4}}}, ["network.lora", "budget.pretrain", "network.init"]),
-        ({**LORA, "network": {"lora": {"rank": 33}}}, ["rank 33", "width, 32"]),
+        (
+            {"network": {"lora": {"rank": 4}, "init": "x"}, "origin": "y"},
+            ["network.lora", "leave origin out"],
+        ),
+        ({"budget": {"pretrain": 0.2}, "origin": "y"}, ["budget.pretrain: with origin", "budget.pretrain=0"]),
+        ({**LORA, "network": {"lora": {"rank": 33}}}, ["rank 33 is over the width of", "32"]),
         ({**LORA, "islands": {1: {"network": {"depth": 2}}}}, ["islands.1.network", "one network"]),
         ({**LORA, "student": {"network": {"lora": {"rank": 2}}}}, ["student.network.lora", "whole network"]),
         ({**LORA, "network": {"lora": {"rank": 4, "alfa": 1}}}, ["alfa", "alpha"]),

@@ -73,8 +73,9 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
             if state.st_size > most:
                 raise DataError(f"{path} has {state.st_size:,} bytes", f"give at most {most:,}")
             return file.read(state.st_size)  # of what grows meanwhile, what it was
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "check the path") from None
+    except (OSError, ValueError) as error:  # the second of a NUL in the path
+        reason = getattr(error, "strerror", error)
+        raise DataError(f"cannot read {path}: {reason}", "check the path") from None
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:

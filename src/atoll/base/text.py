@@ -23,12 +23,13 @@ NO_NOUNS = frozenset(_SMALL_WORDS.split())
 """English words that the dictionary does not know as other kinds of words."""
 
 
-def sharing_sentence(pretrained: float, checkpoint: bool) -> str:
-    """What experts share: a part of the training cost, a published checkpoint, or nothing."""
+def sharing_sentence(pretrained: float, checkpoint: bool, origin: bool = False) -> str:
+    """What experts share: a part of the training cost, a published checkpoint, another's start."""
     if pretrained:
         start = f"start from shared pretraining on all data ({pretrained:.0%} of the training cost) and then "
     else:
         start = "start from one checkpoint and then " if checkpoint else ""
+        start = "continue from those of another campaign and then " if origin else start
     return f"The experts {start}train in isolation."
 
 

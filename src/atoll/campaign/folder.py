@@ -262,7 +262,7 @@ def going_on(origin: Campaign, recipe: dict[str, Any]) -> dict[str, Any]:
 def interpolation(origin: Campaign, size: int) -> float | None:
     """The scale of positions at `data.ingest.size` that keeps the range that another campaign learned."""
     network = origin.config.network
-    if network.arguments.keys() & {"sample_size", "interpolation_scale"}:
+    if network.arguments.keys() & {"sample_size", "pos_embed_max_size", "interpolation_scale"}:
         return None  # positions are counted on the size that these name
     # PixArt's class has a scale of its own: 2 at 1024 px.
     latents = RunPlan.read(origin.store, Run("expert", 0).plan).shape.size

@@ -23,7 +23,7 @@ from atoll.campaign.runs import Run, RunPlan, experts_of, finished_origin
 from atoll.encoders.text import text_form
 from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS
-from atoll.model.checkpoint import Checkpoint
+from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.expert import settings_of
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
 from atoll.networks.families import family, initialise, kept_buffers
@@ -32,6 +32,7 @@ from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.location import resolve
 from atoll.store.manifest import Published, publish, read_published
+from atoll.store.signatures import check_trusted
 from atoll.store.store import Conflict, Store, to_json
 from atoll.store.tensors import read_tensors
 
@@ -157,8 +158,9 @@ def publish_initial(
 def check_checkpoints(campaign: Campaign) -> None:
     """Refuse a checkpoint, or an `origin`, that is not there or of another kind, before any work."""
     config, beside, warned = campaign.config, campaign.store.location, set[Any]()
-    if config.origin:
+    if config.origin:  # before any network.init
         finished_origin(config, beside)
+        return
     # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
@@ -199,6 +201,8 @@ class Checkpoints:
             self._read.clear()  # each is read once: K experts may be more than the memory
             name = resolve(self.beside, config.origin)
             published = Checkpoint(Store.open(name), run.network)
+            if config.trusted:
+                check_trusted(published.store, f"{run.network}/{CARD}", config.trusted)
             made, tensors = published.read()
             learned = published.card.prediction, published.card.schedule
             wanted = config.objective_of(run.expert)

@@ -26,7 +26,7 @@ from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
-from atoll.data.dataset import WEIGHTS, DataSet
+from atoll.data.dataset import CAPTION, WEIGHTS, DataSet
 from atoll.data.duplicates import COLUMN, dedupe_producer
 from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
@@ -193,6 +193,9 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
         if settings != config.data.ingest:
             fix = "put data.ingest back, or choose another data.path"
             raise DataError(f"{location} was ingested with other settings than data.ingest has now", fix)
+    if (by := config.data.captioner) is not None and not made_by(dataset, CAPTION, by.producer()):
+        what = f"captions of {location} are missing, or of other settings than data.captioner"
+        raise DataError(what, "run 'atoll data caption', or leave data.captioner out")
     for name, producer in wanted_columns(config).items():
         if not made_by(dataset, name, producer):
             command = "embed" if name.startswith("features-") else "encode"

@@ -301,7 +301,7 @@ def make_plan(
         all_reduce=ring * budget[Run(BASELINE)].steps,
         captions=None if captions is None else captions.bytes,
     )
-    common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
+    common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch", bool(config.origin))
     about = max(ends.values()), common, transfer, notes
     return Plan(name, gpu, gpus, costs, runs_of(config), *about, *drawing(config, costs, gpu.memory))
 

@@ -91,6 +91,8 @@ def finished_origin(config: CampaignConfig, here: str) -> "Campaign":
     except AtollError as error:
         raise ConfigError(f"origin: {error.what}", "name a finished campaign: atoll new --from") from None
     location, old = origin.store.location, origin.config
+    if any(old.island(number)[0].lora for number in range(old.partition.k)):
+        raise ConfigError(f"origin: {location} has LoRA experts", "go on from a campaign of whole experts")
     for name, mine, theirs in (
         ("partition.k", config.partition.k, old.partition.k),
         ("data.source", config.source(here), old.source(location)),
@@ -170,7 +172,7 @@ class RunPlan(File):
     parameters: int = Field(default=0, ge=0, le=10**15)
     """Trainable numbers; decides how many runs fit into memory at once."""
     frozen: int = Field(default=0, ge=0, le=10**15)
-    """Numbers of the network that it changes (LoRA); 0 of a whole one."""
+    """Frozen parameters: those of the network under a LoRA adapter; 0 of a whole network."""
     train_flops: float = Field(ge=0, le=1e40, description="Operations of the whole run.")
     forward_flops: float = Field(ge=0, le=1e40, description="Operations of one evaluation of one sample.")
     shape: DataShape = Field(description="Channels, size, text_width, text_length, classes of the data.")

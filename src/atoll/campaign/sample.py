@@ -10,7 +10,6 @@ from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
 from atoll.base.pictures import picture_place
 from atoll.campaign.folder import Campaign
-from atoll.model.generation import Generation
 from atoll.model.model import Model
 from atoll.model.pictures import Pictures
 
@@ -19,7 +18,6 @@ def campaign_model(
     campaign: Campaign,
     name: str = "ensemble",
     device: torch.device | str = "cpu",
-    generation: Generation | None = None,
     trusted: Collection[str] | None = None,
     **options: Any,
 ) -> Model:
@@ -28,8 +26,8 @@ def campaign_model(
     if config.trusted:
         trusted = {*config.trusted, *(trusted or ())}
     options = {"residency": config.sampling.residency, "encoders": config.encoders, **options}
-    generation = generation or config.sampling
-    return Model.load(campaign.store, name, device=device, generation=generation, trusted=trusted, **options)
+    how = {"device": device, "generation": config.sampling, "trusted": trusted, **options}
+    return Model.load(campaign.store, name, **how)
 
 
 def sample_campaign(

@@ -172,7 +172,9 @@ class Observer:
         published = [size for size in back if size is not None]
         data_out, between = (sum(sizes[part] for sizes in counted) for part in (0, 1))
         transfer = TransferBytes(data_out, len(counted), sum(published), len(published), between)
-        common = sharing_sentence(config.budget.pretrain, config.network.init != "scratch")
+        common = sharing_sentence(
+            config.budget.pretrain, config.network.init != "scratch", bool(config.origin)
+        )
         return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
     def _sent(self, run: Run) -> tuple[int, int] | None:

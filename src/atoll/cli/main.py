@@ -61,14 +61,15 @@ def quickstart(folder: str, sets: tuple[str, ...]) -> None:
 
 @atoll.command()
 @click.argument("folder", metavar="DIR")
-@click.option("--recipe", default="cpu", help="Ready-made campaign to start from; see 'atoll recipes'.")
-@click.option("--from", "origin", metavar="CAMPAIGN", help="Go on from its partition and networks.")
+@click.option("--recipe", help="Ready-made campaign to start from, by default cpu; see 'atoll recipes'.")
+@click.option("--from", "origin", metavar="CAMPAIGN", help="Go on from it, by default high-resolution.")
 @SETS
-def new(folder: str, recipe: str, origin: str | None, sets: tuple[str, ...]) -> None:
+def new(folder: str, recipe: str | None, origin: str | None, sets: tuple[str, ...]) -> None:
     """Write DIR/campaign.yaml from a recipe, to edit; perhaps one that goes on from a finished campaign."""
     from atoll.campaign.folder import new as write
     from atoll.recipes.catalogue import text
 
+    recipe = recipe or ("high-resolution" if origin else "cpu")
     say(f"wrote {write(folder, text(recipe), sets, origin)}")
 
 

@@ -296,7 +296,9 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
             table = csv.read_csv(pa.BufferReader(data))
         elif path.suffix in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
-            table = pa.Table.from_pylist([read_json(line) for line in data.splitlines() if line.strip()])
+            rows = [read_json(line) for line in data.splitlines() if line.strip()]
+            known_names = dict.fromkeys(name for row in rows for name in row)
+            table = pa.table({name: [row.get(name) for row in rows] for name in known_names})
         else:
             table = read_parquet(data)
         names = table.column_names

@@ -218,8 +218,8 @@ def evaluate_stage(
     looking = Scorer.load(scorer, str(own_device()))[0] if scorer else None
     for name in models:
         kind, _, routing = name.partition(":")
-        settings = campaign.config.sampling.with_(**(generation or {}), routing=routing or None)
-        model = campaign_model(campaign, kind, own_device(), settings)
+        model = campaign_model(campaign, kind, own_device())
+        settings = model.generation.with_(**(generation or {}), routing=routing or None)
         if model.card.condition != "text":
             raise ConfigError(f"{name} is not conditioned on text", "concepts are asked for by prompts")
         texts = [t.format(counts.concepts[number]) for number in concepts for t in prompts.templates]

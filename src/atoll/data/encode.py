@@ -147,4 +147,7 @@ def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     if "captions" not in table.column_names:
         return [[caption] for caption in first]
     every = table.column("captions").to_pylist()
-    return [list(dict.fromkeys([main, *(others or [])])) for main, others in zip(first, every, strict=True)]
+    return [
+        list(dict.fromkeys([main, *filter(None, others or [])]))
+        for main, others in zip(first, every, strict=True)
+    ]

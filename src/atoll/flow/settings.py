@@ -33,7 +33,8 @@ def shift_at(shift: float | str, tokens: float) -> float:
     if not isinstance(shift, str):
         return float(shift)
     low, high, few, many = shift_line(shift)
-    return math.exp(low + (high - low) * (tokens - few) / (many - few))
+    line = low + (high - low) * (tokens - few) / (many - few)
+    return math.exp(max(-80.0, min(80.0, line)))  # what float32 can hold
 
 
 def checked_shift(value: float | str) -> float | str:

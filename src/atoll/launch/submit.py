@@ -227,7 +227,9 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
             memory = BASE_MEMORY + STATE_BYTES * plan.parameters + 4 * plan.frozen + encoder
             work = plan.train_flops * (1 - done)
             if run.kind.task == "distill":  # its teachers, as if all were loaded
-                memory += sum(4 * plans[other].parameters for other in plans if other.expert is not None)
+                experts = [plans[other] for other in plans if other.expert is not None]
+                memory += 4 * sum(one.parameters for one in experts)
+                memory += 4 * max((one.frozen for one in experts), default=0)
         wanted = run.kind.needs(config)
         needs = first + tuple(other.name for other in left if other.role in wanted)
         words = ("train", run.role, store.location, *options, *sets)

@@ -285,7 +285,7 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     shown = _shown(setup)
     say(f"compare: {config.samples} pictures each, {setup.override.text}")
     for name, card in setup.dense.items():
-        if own := ", ".join(f"{word} {number:g}" for word, number in card.sampling.items()):
+        if own := ", ".join(f"{word} {value}" for word, value in card.sampling.items()):
             say(f"  {name} as it was trained: {own}")
     rows: list[ComparedModel] = []
     samples, weights = dict[str, SavedSamples](), dict[str, Any]()

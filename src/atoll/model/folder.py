@@ -149,7 +149,7 @@ def defaults(generation: Generation) -> dict[str, Any]:
 def scheduler_shift(shift: float | str, patch: int = 2) -> dict[str, Any]:
     """A time shift as the settings of Euler's scheduler, for a network of patches of this side."""
     if not isinstance(shift, str):
-        return {"shift": shift}
+        return {"shift": shift, "use_dynamic_shifting": False}
     low, high, few, many = shift_line(shift)
     line = zip(DYNAMIC, (low, high, few * 4 / patch**2, many * 4 / patch**2), strict=True)
     return {"use_dynamic_shifting": True, **dict(line)}

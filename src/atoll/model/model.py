@@ -118,7 +118,9 @@ class Model:
                 check_trusted(store, f"{network.prefix}/{CARD}", trusted)
             # A network that learned few steps draws by no others, unless a call asks for them.
             generation = (generation or Generation()).with_(**network.card.sampling)
-            alone = partial(load_experts, {0: network}, 1, residency, device)
+            # Limits are those of experts, which take turns.
+            whole = Residency(dtype=residency.dtype, keep=residency.keep)
+            alone = partial(load_experts, {0: network}, 1, whole, device)
             model = cls(lambda: Bank(alone()), network.card, device, generation)
             model._allowed, model._check = encoders, check
             return model

@@ -90,6 +90,9 @@ def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Mod
     `ConfigError` beyond `residency.bound`; it names the layers that change the velocity most.
     """
     plain, how = load(), model.generation.with_(steps=min(model.generation.steps, 20), seed=0)
+    plain.vae = model.vae
+    if model.card.text is not None:  # not twice on the device
+        plain.encoder = model.encoder
     if how.routing.needs_labels:
         how = how.with_(routing="top-1")
     classes = [str(n) for n in range(min(len(PROMPTS), model.card.shape.classes))]

@@ -19,7 +19,7 @@ from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.imports import lean_imports
 from atoll.base.rng import generator
-from atoll.networks.lora import DOWN, UP, changed, is_change, trainable
+from atoll.networks.lora import DOWN, UP, changed, is_change, own
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig, check_sides
 
 PIXELS = 8
@@ -282,8 +282,11 @@ class SD3(_Joint):
 
     def build(self, config: NetworkConfig, shape: DataShape) -> nn.Module:
         network = super().build(config, shape)
-        if "pos_embed_max_size" in config.arguments:
-            return network  # a published one's table, as the class makes it
+        if "pos_embed_max_size" in config.arguments:  # a published one's table, as the class makes it
+            if config.interpolation_scale not in (None, 1):
+                what = "network.interpolation_scale: network.arguments.pos_embed_max_size names a table"
+                raise ConfigError(f"{what} of a published network", "leave one of them out")
+            return network
         from diffusers.models.embeddings import get_2d_sincos_pos_embed_from_grid
 
         # The square has the positions 0, 1, ... over the scale; longer sides go beyond them at both ends. The
@@ -398,8 +401,8 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_count(network: nn.Module) -> int:
-    """Number of trainable numbers."""
-    return sum(math.prod(p.shape) for p in trainable(network).values())
+    """Number of trained numbers, frozen by now or not: of a low-rank change those of the change."""
+    return sum(math.prod(p.shape) for p in own(network, dict(network.named_parameters())).values())
 
 
 # PixArt's blocks share one adaLN, which its authors draw at random; they zero the cross-attention instead.

@@ -249,7 +249,9 @@ class Facts:
         spent, pretrain = total(run.train_flops for run in self.ensemble), self.one("pretrain")
         shared = (pretrain.train_flops or 0.0) if pretrain else 0.0
         init = (self.frozen.config.get("network") or {}).get("init", "scratch")
-        return sharing_sentence(shared / spent if spent else 0.0, init != "scratch")
+        return sharing_sentence(
+            shared / spent if spent else 0.0, init != "scratch", bool(self.frozen.config.get("origin"))
+        )
 
     @cached_property
     def comparison(self) -> Comparison | None:

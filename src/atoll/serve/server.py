@@ -363,7 +363,7 @@ def open_app(
         about = {"dashboard": Dashboard(campaign), "clusters": of_clusters(store)}
         if store.exists(COMPARISON) and campaign.config.condition == "text":
             about["examples"] = prompts(campaign, 3)
-        # A comparison side by side is fair only if all models draw with the same steps and guidance.
+        # Side by side all draw with the campaign's steps and guidance, but for a student of few steps.
         load = partial(campaign_model, campaign, **load.keywords)
     else:
         load = partial(load, store)

@@ -5,6 +5,7 @@ of every step's positions, in micro-batches. What a sample brings (row, noise, t
 its position alone, so only the order of float sums changes with the number of processes.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,8 @@ class StepSharding:
             # Block by block: blocks alike are compiled once, where 28 in one piece take a minute and a half.
             for part in _blocks(network) or [network]:
                 part.compile()
+            # Of a block's inputs, which are results of the block before: the compiler looks at all they have.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         if group.size > 1 and config.strategy == "fsdp":
             _shard(network, config.shard or group.size, group, bf16)
 

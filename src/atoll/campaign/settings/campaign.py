@@ -260,21 +260,15 @@ class CampaignConfig(Config):
             network = self.island(number)[0]
             if network.lora is None:
                 continue
-            if not self.budget.pretrain and network.init == "scratch":
+            if self.origin or (not self.budget.pretrain and network.init == "scratch"):
                 raise ConfigError(
                     "network.lora changes a network that all experts share, and there is none",
-                    "set budget.pretrain above 0, or network.init to a checkpoint",
+                    "leave origin out, and set budget.pretrain above 0 or network.init to a checkpoint",
                 )
             if network.whole != self.network.whole:
                 raise ConfigError(
                     f"islands.{number}.network: with network.lora all experts change one network",
                     f"leave it out, or set islands.{number}.network: {{lora: null}} too",
-                )
-            _, heads, width = network.dimensions()
-            if network.lora.rank > heads * width:
-                raise ConfigError(
-                    f"network.lora.rank {network.lora.rank} is over the network's width, {heads * width}",
-                    f"set it to {heads * width} or less",
                 )
         return self
 
@@ -282,6 +276,9 @@ class CampaignConfig(Config):
     def _check_pretrain(self) -> Self:
         if not self.budget.pretrain:
             return self
+        if self.origin:
+            what = "budget.pretrain: with origin every run starts from the same run there"
+            raise ConfigError(what, "set budget.pretrain=0")
         shared = self.budget.pretrain + self.router.share
         if shared >= 1:
             raise ConfigError(

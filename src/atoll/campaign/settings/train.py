@@ -124,8 +124,7 @@ class StudentConfig(Config):
     routing: RoutingField = Routing.named("top-1")
     """Routing strategy of the `routed` teacher."""
     steps: int | None = Field(default=None, ge=1)
-    """Sampling steps that the student is trained for, such as 1, 2, 4 or 8, each as long as several of the
-    teacher's; null for as many as anybody likes."""
+    """Number of sampling steps that it is distilled for, such as 1, 2, 4 or 8; null: any number of steps."""
     teacher_steps: int = Field(default=24, ge=1)
     """Sampling steps of the teacher of a student with `steps`, a multiple of them."""
     guidance: float = Field(default=1.0, ge=0, le=1e6)
@@ -188,7 +187,7 @@ class StudentConfig(Config):
         return Generation(steps=self.teacher_steps, guidance=self.guidance, routing=routing, shift=shift)
 
     def sampling(self, shift: float | str) -> dict[str, float | str]:
-        """How the student has to be sampled then, as its card says; empty for as anybody likes."""
+        """How the student has to be sampled then, as its card says; empty where any steps will do."""
         return {
             **({"guidance": 1.0} if self.steps or self.guidance != 1 else {}),
             **({"steps": self.steps, "shift": shift} if self.steps else {}),
