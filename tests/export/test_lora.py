@@ -115,6 +115,13 @@ def test_what_is_no_change_is_refused(tmp_path: Path, run: Run) -> None:
     refused(run(*words, "0"), "--lora")
     refused(run(*words, "2", "--model", "monolith"), "--model")
     refused(run(*words, "2", "--experts", "1"), "experts 1 are not there")
+    settings = tmp_path / "c/campaign.yaml"
+    written = settings.read_text()
+    settings.write_text(f"{written}\nquarantine: [0]\n")
+    refused(run(*words, "2"), "no expert yet")
+    settings.write_text(f"{written}\ntrusted: ['ed25519:dZxCM5yHezscrBPIvy/14yBCL5jF3waXPiYoPEWAqko=']\n")
+    refused(run(*words, "2"), "expert/card.json is unsigned")
+    settings.write_text(written)
     path = tmp_path / "c/islands/0/expert/card.json"
     tree = json.loads(path.read_text())
     path.write_text(json.dumps({**tree, "provenance": {"init": {"kind": "scratch"}}}))
