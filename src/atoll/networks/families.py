@@ -297,7 +297,7 @@ class SD3(_Joint):
             config.interpolation_scale or 1
         )
         grid = torch.stack(torch.meshgrid(places, places, indexing="xy"))
-        table = get_2d_sincos_pos_embed_from_grid(embed.pos_embed.shape[-1], grid)
+        table = get_2d_sincos_pos_embed_from_grid(embed.pos_embed.shape[-1], grid, output_type="pt")
         embed.pos_embed.copy_(table[None])
         return network
 
