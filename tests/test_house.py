@@ -45,10 +45,10 @@ CEILINGS: dict[str, float] = {
     "core": 24_905,
     "measure": 3_917,
     "report": 1_703,
-    "export": 1_733,
+    "export": 1_739,
     "serve": 1_507,
     "curate": 2_719,
-    "tests": 34_040,
+    "tests": 34_044,
     "benchmarks": 4_971,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
     "tour": 4_850,
