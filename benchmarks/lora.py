@@ -12,45 +12,37 @@ side by side, `--jobs` at a time; times are measured after them, alone. `--quick
 its distances mean nothing.
 """
 
-import io
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import yaml
+from emoji import SETTINGS, options_of, partitioned, side_by_side, words_of
 from harness import (
     Row,
-    child,
     comparison_of,
     finish,
     median_row,
     moment,
     paired,
-    parsed,
-    parser,
     ratios,
     row,
     run_command,
 )
-from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import initial_network
 from atoll.campaign.roles import SINGLE
 from atoll.campaign.runs import RunPlan, experts_of
-from atoll.encoders.vision import vision_encoder
+from atoll.campaign.settings.launch import merged
 from atoll.export.lora import low_rank
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
@@ -61,47 +53,22 @@ from atoll.networks.lora import own, trainable
 from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 
-ROUTING, SEED, WHOLE = "top-1", 0, "whole"
-SETTINGS: dict[str, Any] = {
-    "seed": SEED,
-    "condition": "class",
-    "data": {
-        "ingest": {"size": 32, "mode": "rgb", "heldout": 0.1, "group": "concept", "label": "label"},
-        "vae": "none",
-    },
-    "partition": {"method": "column", "column": "source"},
-    "network": {"family": "dit", "size": "nano", "patch": 4, "depth": 4, "heads": 3, "head_width": 32},
-    "train": {
-        "batch": 64,
-        "lr": 1e-3,
-        "lr_schedule": "cosine",
-        "threads": 1,
-        "validations": 1,
-        "previews": 0,
-    },
-    "router": {"patch": 8, "depth": 2, "heads": 2, "head_width": 32, "train": {"batch": 64, "lr": 1e-3}},
-    "budget": {"samples": 400_000, "pretrain": 0.5, "expert_batch": 64},
-    "sampling": {"steps": 25, "guidance": 2.0, "routing": ROUTING},
-    "compare": {"samples": 1000, "steps": 20, "guidance": 2.0, "strategies": [ROUTING], "shown": 4},
-}
+ROUTING, WHOLE = SETTINGS["sampling"]["routing"], "whole"
+CHANGES = {"train": {"threads": 1}, "budget": {"pretrain": 0.5}, "compare": {"steps": 20, "shown": 4}}
 
 
 def main() -> None:
     """Train the variants side by side, measure each, and then time them."""
-    words = parser(__doc__, "drawn images, two ranks, a few steps")
-    words.add_argument("folder", type=Path, nargs="?", help="parquet files of emoji")
+    words = words_of(__doc__, "drawn images, two ranks, a few steps", "variants")
     words.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
     words.add_argument(
         "--rates", type=float, nargs="+", default=[1.0, 4.0], help="over the whole experts' rate"
     )
-    words.add_argument("--samples", type=int, default=SETTINGS["budget"]["samples"])
-    words.add_argument("--jobs", type=int, default=8, help="variants at a time")
     words.add_argument("--device", help="cpu or cuda, for the times; by default the GPU, if there is one")
-    options = parsed(words, work)
-    if options.quick == (options.folder is not None):
-        options.error("give a folder of parquet files, or --quick")
+    options = options_of(words, work)
     if options.quick:
-        options.ranks, options.rates, options.jobs = options.ranks[:2], options.rates[:1], 2
+        options.ranks, options.rates = options.ranks[:2], options.rates[:1]
+        options.jobs, options.samples = 2, 1600
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as scratch:
         lines, notes = measured(Path(scratch), options, device)
@@ -110,23 +77,16 @@ def main() -> None:
 
 def measured(folder: Path, options: Any, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the result, and what they were measured with."""
-    settings, base, whole = settings_for(folder, options), folder / "base", folder / WHOLE
+    few = {"samples": 60, "fit_rows": 100, "steps": 4} if options.quick else {}
+    changes = merged(CHANGES, {"budget": {"samples": options.samples}, "compare": few})
+    base, settings = partitioned(folder, options.folder, changes)
+    whole = folder / WHOLE
     variants: dict[str, dict[str, Any]] = {WHOLE: {}}
     for rank, rate in product(options.ranks, options.rates):
         variants[f"rank {rank}, lr x {rate:g}"] = {"rank": rank, "rate": rate}
     with ThreadPoolExecutor(options.jobs) as pool:
-
-        def each(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-            started, env = time.monotonic(), {"OMP_NUM_THREADS": "1"}
-            results = list(pool.map(lambda call: child(__file__, environment=env, **call), calls))
-            print(f"  {len(calls)} processes in {time.monotonic() - started:.0f} s", flush=True)
-            return results
-
-        # What all variants share: data, shared pretraining, router; the single network trains beside them.
-        base.mkdir()
-        (base / "campaign.yaml").write_text(yaml.safe_dump(settings))
-        run_command("data", "prepare", base)
-        run_command("partition", base)
+        each = partial(side_by_side, __file__, pool)
+        # What all variants share: shared pretraining, router; the single network trains beside them.
         train = {"step": "train", "folder": str(base)}
         each([{**train, "role": role} for role in ("pretrain", "router")])
         make = {"step": "variant", "base": str(base)}
@@ -150,50 +110,6 @@ def measured(folder: Path, options: Any, device: torch.device) -> tuple[list[Row
     lines += times(folder, timed, device)
     metric = comparison_of(whole).metric
     return lines, {"metric": metric, "device": str(device), "settings": {**settings, "data": {}}}
-
-
-def settings_for(folder: Path, options: Any) -> dict[str, Any]:
-    """Settings of the campaigns, once their images lie in the folder with numbers for categories."""
-    sources = folder / "sources"
-    sources.mkdir()
-    names = drawn(sources) if options.quick else labelled(options.folder, sources)
-    content = {name: {"source": str(sources / f"{name}.parquet")} for name in names}
-    settings = {**SETTINGS, "data": {**SETTINGS["data"], "path": str(folder / "data"), "source": content}}
-    settings["partition"] = {**SETTINGS["partition"], "k": len(names)}
-    settings["budget"] = {**SETTINGS["budget"], "samples": 1600 if options.quick else options.samples}
-    try:
-        vision_encoder("efficientnet-lite2", 64)
-        extractor = "efficientnet-lite2"
-    except Exception:  # its package holds its weights; a machine without it still has pixels
-        extractor = "pixels"
-    few = {"samples": 60, "fit_rows": 100, "steps": 4} if options.quick else {}
-    settings["compare"] = {**SETTINGS["compare"], "extractor": extractor, **few}
-    return settings
-
-
-def labelled(folder: Path, to: Path) -> list[str]:
-    """Write the files with a number for each category; their names."""
-    tables = {path.stem: pq.read_table(path) for path in sorted(folder.glob("*.parquet"))}
-    known = sorted({name for table in tables.values() for name in table.column("category").to_pylist()})
-    for name, table in tables.items():
-        numbers = [known.index(category) for category in table.column("category").to_pylist()]
-        pq.write_table(table.append_column("label", pa.array(numbers, pa.int64())), to / f"{name}.parquet")
-    return [*tables]
-
-
-def drawn(to: Path) -> list[str]:
-    """Write two files of 150 images of coloured rectangles; their names."""
-    for number, name in enumerate(("one", "two")):
-        source, rows = np.random.default_rng(number), list[dict[str, Any]]()
-        for n in range(150):
-            picture, side = np.full((32, 32, 3), 255, np.uint8), int(source.integers(8, 24))
-            picture[:side, : side + number * 8] = source.integers(0, 255, 3)
-            data = io.BytesIO()
-            Image.fromarray(picture).save(data, "PNG")
-            image, label = {"bytes": data.getvalue(), "path": None}, int(side > 16)
-            rows.append({"image": image, "caption": f"{n}", "concept": f"{name} {n}", "label": label})
-        pq.write_table(pa.Table.from_pylist(rows), to / f"{name}.parquet")
-    return ["one", "two"]
 
 
 # Processes of their own.
@@ -258,7 +174,7 @@ def cut(folder: Path, base: Path, rank: int, _: None) -> None:
         layers = sorted({name.rpartition(".lora_")[0] for name in change.tensors})
         lora = {"rank": rank, "targets": layers}
         config = NetworkConfig.parse({**campaign.config.network.model_dump(), "lora": lora}, "the benchmark")
-        network = initial_network(config, plan.shape, SEED)
+        network = initial_network(config, plan.shape, SETTINGS["seed"])
         state = network.state_dict()
         state |= {**part.beside(card.provenance["initial_weights"]), **change.tensors}
         network.load_state_dict(state)
@@ -305,7 +221,7 @@ def weights_in_memory(model: Model) -> int:
 
 def step_of(config: NetworkConfig, plan: RunPlan, device: torch.device) -> Any:
     """One step of training on a batch that lies ready: forward, backward, AdamW."""
-    network = initial_network(config, plan.shape, SEED).to(device).train()
+    network = initial_network(config, plan.shape, SETTINGS["seed"]).to(device).train()
     parameters, adapter = list(trainable(network).values()), family(config.family)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     shape = (plan.batch, plan.shape.channels, *plan.shape.usual)

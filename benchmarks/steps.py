@@ -11,57 +11,30 @@ picture lies from the ensemble's of 25 steps from the same noise, in levels of 2
 images, and its distances mean nothing.
 """
 
-import io
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import yaml
-from harness import Row, child, finish, parsed, parser, row, run_command
-from PIL import Image
+from emoji import SETTINGS, options_of, partitioned, side_by_side, words_of
+from harness import Row, finish, row, run_command
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import Run, RunPlan, runs_of
 from atoll.campaign.settings.launch import merged
-from atoll.encoders.vision import vision_encoder
 from atoll.measure.setup import CommonSetup
 
-MANY, GUIDANCE, ROUTING = 25, 2.0, "top-1"
+MANY, GUIDANCE, ROUTING = (SETTINGS["sampling"][name] for name in ("steps", "guidance", "routing"))
 SAME = 256
 """Pictures that are held against the ensemble's from the same noise."""
-SETTINGS: dict[str, Any] = {
-    "seed": 0,
-    "condition": "class",
-    "monolith": False,
-    "data": {
-        "ingest": {"size": 32, "mode": "rgb", "heldout": 0.1, "group": "concept", "label": "label"},
-        "vae": "none",
-    },
-    "partition": {"method": "column", "column": "source"},
-    "network": {"family": "dit", "size": "nano", "patch": 4, "depth": 4, "heads": 3, "head_width": 32},
-    "train": {
-        "batch": 64,
-        "lr": 1e-3,
-        "lr_schedule": "cosine",
-        "warmup": 6400,
-        "validations": 1,
-        "previews": 0,
-    },
-    "router": {"patch": 8, "depth": 2, "heads": 2, "head_width": 32, "train": {"batch": 64, "lr": 1e-3}},
-    "budget": {"samples": 400_000, "expert_batch": 64},
-    "sampling": {"steps": MANY, "guidance": GUIDANCE, "routing": ROUTING},
-    "compare": {"samples": 1000, "guidance": GUIDANCE, "strategies": [ROUTING]},
-}
+CHANGES = {"monolith": False, "train": {"warmup": 6400}}
 STUDENT: dict[str, Any] = {
     "teacher": "routed",
     "routing": ROUTING,
@@ -74,41 +47,28 @@ STUDENT: dict[str, Any] = {
 
 def main() -> None:
     """Train what all share, then the students side by side, and measure each at several steps."""
-    words = parser(__doc__, "drawn images and a few optimizer steps")
-    words.add_argument("folder", type=Path, nargs="?", help="parquet files of emoji")
+    words = words_of(__doc__, "drawn images and a few optimizer steps", "processes")
     words.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8])
-    words.add_argument("--samples", type=int, default=SETTINGS["budget"]["samples"], help="of the budget")
     words.add_argument("--share", type=float, default=STUDENT["step_share"], help="student's steps")
-    words.add_argument("--jobs", type=int, default=8, help="processes at a time")
     words.add_argument("--device", help="cpu or cuda; by default the GPU, if there is one")
-    options = parsed(words, work)
-    if options.quick == (options.folder is not None):
-        options.error("give a folder of parquet files, or --quick")
+    options = options_of(words, work)
     if options.quick:
         options.steps, options.jobs, options.samples, options.share = options.steps[::2], 2, 960, 1.0
     with tempfile.TemporaryDirectory() as scratch:
         lines, metric = measured(Path(scratch), options)
-    finish("steps", lines, options, {"metric": metric, "settings": SETTINGS, "student": STUDENT})
+    finish(
+        "steps", lines, options, {"metric": metric, "settings": merged(SETTINGS, CHANGES), "student": STUDENT}
+    )
 
 
 def measured(folder: Path, options: Any) -> tuple[list[Row], str]:
     """The rows of the result, and the judge's name."""
-    settings = settings_for(folder, options)
+    few = {"train": {"batch": 16}, "compare": {"samples": 40, "fit_rows": 100}} if options.quick else {}
+    changes = merged(merged(CHANGES, {"budget": {"samples": options.samples}}), few)
+    base, settings = partitioned(folder, options.folder, changes)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **hidden}
     with ThreadPoolExecutor(options.jobs) as pool:
-
-        def each(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-            started = time.monotonic()
-            found = list(pool.map(lambda call: child(__file__, environment=environment, **call), calls))
-            print(f"  {len(calls)} processes in {time.monotonic() - started:.0f} s", flush=True)
-            return found
-
-        base = folder / "base"
-        base.mkdir()
-        (base / "campaign.yaml").write_text(yaml.safe_dump(settings))
-        run_command("data", "prepare", base)
-        run_command("partition", base)
+        each = partial(side_by_side, __file__, pool, CUDA_DEVICE_MAX_CONNECTIONS="1", **hidden)
         each([{"folder": str(base), "train": [*run]} for run in runs_of(Campaign.open(base).config)])
         run_command("assemble", base)
 
@@ -137,52 +97,6 @@ def measured(folder: Path, options: Any) -> tuple[list[Row], str]:
             if "flops" in values:
                 lines.append(row(case, "FLOPs / monolith's", values["flops"]))
     return lines, settings["compare"]["extractor"]
-
-
-def settings_for(folder: Path, options: Any) -> dict[str, Any]:
-    """Settings of the campaigns, once their images lie in the folder with numbers for categories."""
-    sources = folder / "sources"
-    sources.mkdir()
-    tables = (
-        {"one": drawn(0), "two": drawn(1)}
-        if options.quick
-        else {path.stem: pq.read_table(path) for path in sorted(options.folder.glob("*.parquet"))}
-    )
-    known = sorted({name for table in tables.values() for name in table.column("category").to_pylist()})
-    for name, table in tables.items():
-        numbers = [known.index(category) for category in table.column("category").to_pylist()]
-        labels = pa.array(numbers, pa.int64())
-        pq.write_table(table.append_column("label", labels), sources / f"{name}.parquet")
-    try:
-        vision_encoder("efficientnet-lite2", 64)
-        extractor = "efficientnet-lite2"
-    except Exception:  # its package holds its weights; a machine without it still has pixels
-        extractor = "pixels"
-    content = {name: {"source": str(sources / f"{name}.parquet")} for name in tables}
-    few = {"samples": 40, "fit_rows": 100} if options.quick else {}
-    batch = {"batch": 16} if options.quick else {}
-    changes = {
-        "data": {"path": str(folder / "data"), "source": content},
-        "partition": {"k": len(tables)},
-        "budget": {"samples": options.samples},
-        "train": batch,
-        "compare": {"extractor": extractor, **few},
-    }
-    return merged(SETTINGS, changes)
-
-
-def drawn(number: int) -> pa.Table:
-    """150 images of coloured rectangles."""
-    source, rows = np.random.default_rng(number), list[dict[str, Any]]()
-    for n in range(150):
-        picture, side = np.full((32, 32, 3), 255, np.uint8), int(source.integers(8, 24))
-        picture[:side, : side + number * 8] = source.integers(0, 255, 3)
-        data = io.BytesIO()
-        Image.fromarray(picture).save(data, "PNG")
-        image, concept = {"bytes": data.getvalue(), "path": None}, f"{number} {n}"
-        category = "large" if side > 16 else "small"
-        rows.append({"image": image, "caption": concept, "concept": concept, "category": category})
-    return pa.Table.from_pylist(rows)
 
 
 # Processes of their own.
