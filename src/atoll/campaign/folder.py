@@ -13,10 +13,10 @@ from pydantic import Field
 
 from atoll.base.config import commented, differences, is_loose, set_value, value_at
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError, PartitionError, StoreError
+from atoll.base.errors import AtollError, ConfigError, DataError, PartitionError, StoreError
 from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
-from atoll.campaign.runs import Run, RunPlan, finished_origin
+from atoll.campaign.runs import Run, RunPlan, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
@@ -257,6 +257,29 @@ def going_on(origin: Campaign, recipe: dict[str, Any]) -> dict[str, Any]:
     if config.student is not None:
         tree["student"]["start"] = "scratch"  # its weights are in `origin`
     return {"origin": location, **merged(tree, {**recipe, "origin": location})}
+
+
+def finished_origin(config: CampaignConfig, here: str) -> Campaign:
+    """The campaign that settings at `here` go on from; `ConfigError` if it is not finished, or another."""
+    try:
+        origin = Campaign.open(resolve(here, config.origin or ""))
+    except AtollError as error:
+        raise ConfigError(f"origin: {error.what}", "name a finished campaign: atoll new --from") from None
+    location, old = origin.store.location, origin.config
+    if any(old.island(number)[0].lora for number in range(old.partition.k)):
+        raise ConfigError(f"origin: {location} has LoRA experts", "go on from a campaign of whole experts")
+    for name, mine, theirs in (
+        ("partition.k", config.partition.k, old.partition.k),
+        ("data.source", config.source(here), old.source(location)),
+    ):
+        if None not in (mine, theirs) and mine != theirs:
+            raise ConfigError(f"{name} is {mine!r}, but {location} has {theirs!r}", "put it back")
+    drawn = config.student is not None and config.student.origin()[0] != "scratch"
+    runs = [run for run in runs_of(config) if run.role != "student" or not drawn]
+    if missing := [run.name for run in runs if not run.published(origin.store)]:
+        fix = "finish it: atoll launch; or ask for no such run, as by monolith=false, student=null"
+        raise ConfigError(f"origin: {location} has not finished {', '.join(missing)}", fix)
+    return origin
 
 
 def interpolation(origin: Campaign, size: int) -> float | None:

@@ -17,9 +17,9 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import digest, digest_tensors
 from atoll.campaign.budget import router_arguments
-from atoll.campaign.folder import Campaign
+from atoll.campaign.folder import Campaign, finished_origin
 from atoll.campaign.roles import RUNS
-from atoll.campaign.runs import Run, RunPlan, experts_of, finished_origin
+from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.encoders.text import text_form
 from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS

@@ -9,13 +9,12 @@ from atoll.base.hashing import digest_tensors
 from atoll.base.rng import seed_of
 from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
-from atoll.campaign.folder import Campaign
+from atoll.campaign.folder import Campaign, finished_origin
 from atoll.campaign.initial import SCRATCH, Checkpoints, initial_network, initial_router
 from atoll.campaign.runs import (
     Run,
     RunPlan,
     experts_of,
-    finished_origin,
     made_by,
     partition_finished,
     runs_of,

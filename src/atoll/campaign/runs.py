@@ -16,7 +16,6 @@ from atoll.data.formats import ColumnMeta, Manifest, PartitionFile
 from atoll.data.settings import features_column
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.settings import DataShape
-from atoll.store.location import resolve
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # it imports torch, which status does without
@@ -80,31 +79,6 @@ def run_to_train(campaign: "Campaign", role: str, expert: int | None) -> Run:
         fix = f"run 'atoll partition {root.location}'{late} first"
         raise PartitionError(f"{root.name(run.folder)} has no island.json", fix)
     return run
-
-
-def finished_origin(config: CampaignConfig, here: str) -> "Campaign":
-    """The campaign that settings at `here` go on from; `ConfigError` if it is not finished, or another."""
-    from atoll.campaign.folder import Campaign
-
-    try:
-        origin = Campaign.open(resolve(here, config.origin or ""))
-    except AtollError as error:
-        raise ConfigError(f"origin: {error.what}", "name a finished campaign: atoll new --from") from None
-    location, old = origin.store.location, origin.config
-    if any(old.island(number)[0].lora for number in range(old.partition.k)):
-        raise ConfigError(f"origin: {location} has LoRA experts", "go on from a campaign of whole experts")
-    for name, mine, theirs in (
-        ("partition.k", config.partition.k, old.partition.k),
-        ("data.source", config.source(here), old.source(location)),
-    ):
-        if None not in (mine, theirs) and mine != theirs:
-            raise ConfigError(f"{name} is {mine!r}, but {location} has {theirs!r}", "put it back")
-    drawn = config.student is not None and config.student.origin()[0] != "scratch"
-    runs = [run for run in runs_of(config) if run.role != "student" or not drawn]
-    if missing := [run.name for run in runs if not run.published(origin.store)]:
-        fix = "finish it: atoll launch; or ask for no such run, as by monolith=false, student=null"
-        raise ConfigError(f"origin: {location} has not finished {', '.join(missing)}", fix)
-    return origin
 
 
 def partition_finished(campaign: "Campaign") -> bool:

@@ -290,19 +290,18 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
 
     `DataError` where it is none of them, holds no rows, or lacks a column, or has two of one name.
     """
-    data, known = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
+    data, formats = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
     try:
         if path.suffix == ".csv":
             table = csv.read_csv(pa.BufferReader(data))
         elif path.suffix in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
             rows = [read_json(line) for line in data.splitlines() if line.strip()]
-            known_names = dict.fromkeys(name for row in rows for name in row)
-            table = pa.table({name: [row.get(name) for row in rows] for name in known_names})
+            every = dict.fromkeys(name for row in rows for name in row)
+            table = pa.table({name: [row.get(name) for row in rows] for name in every})
         else:
             table = read_parquet(data)
-        names = table.column_names
-        if len({*names}) < len(names):
+        if len({*table.column_names}) < table.num_columns:
             raise ValueError("two columns have one name")
         kinds = {
             field.name: field.type.value_type
@@ -310,13 +309,13 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
             else field.type
             for field in table.schema
         }
-        are = pa.types.is_primitive, pa.types.is_string, pa.types.is_large_string
-        table = table.select([name for name, kind in kinds.items() if any(is_(kind) for is_ in are)])
+        plain = pa.types.is_primitive, pa.types.is_string, pa.types.is_large_string
+        table = table.select([name for name, kind in kinds.items() if any(test(kind) for test in plain)])
         table.validate(full=True)
     except (pa.ArrowException, ValueError, TypeError, AttributeError, OverflowError, OSError) as error:
-        raise DataError(f"{path} is no {known} ({first_line(error)[:120]})", f"give {known}") from None
+        raise DataError(f"{path} is no {formats} ({first_line(error)[:120]})", f"give {formats}") from None
     if not len(table):
-        raise DataError(f"{path} holds no rows", f"give {known} with rows")
+        raise DataError(f"{path} holds no rows", f"give {formats} with rows")
     for name in needed:
         if name not in table.column_names:
             raise DataError(f"{path} has no column {name!r} of texts or numbers", "name it so")
