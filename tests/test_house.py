@@ -42,14 +42,14 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 24_905,
+    "core": 24_901,
     "measure": 3_917,
     "report": 1_703,
     "export": 1_739,
     "serve": 1_507,
-    "curate": 2_719,
+    "curate": 2_718,
     "tests": 34_044,
-    "benchmarks": 4_971,
+    "benchmarks": 4_911,
     "longest file": 467,  # under 500: what one file alone imports is a part of it
     "tour": 4_850,
     # Crossings. Signed for: 1, 0, 120, 50.

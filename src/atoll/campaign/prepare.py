@@ -21,7 +21,7 @@ from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
-from atoll.data.encode import caption_job, captions_of, features_job, latents_job, text_job
+from atoll.data.encode import caption_job, captions_of, check_answers, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.job import Part
 from atoll.data.partition import Partition
@@ -80,6 +80,7 @@ def caption_stage(campaign: Campaign, part: Part | None = None) -> None:
     captioner = Captioner(config.model, config.prompt, config.tokens, str(own_device()))
     job = caption_job(dataset, captioner, config, _progress(f"captions by {config.model}", dataset))
     if job.result() is None:
+        check_answers(dataset, captioner)
         for name in ("text", "tokens"):  # states of earlier captions fit these rows, and not these words
             dataset.store.delete(*dataset.store.list(join(dataset.prefix, "columns", name)))
             dataset.forget(name)

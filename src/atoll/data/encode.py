@@ -87,18 +87,18 @@ def _in_batches(
     return torch.cat([encode(part) for part in iter(lambda: [*islice(pictures, batch)], [])]).half()
 
 
-def caption_job(
-    dataset: DataSet, captioner: Captioner, config: CaptionerConfig, progress: Progress | None = None
-) -> ColumnJob:
-    """The captions of all rows, UTF-8, ragged: made for those that have none, or for all.
-
-    `DataError` if the captioner answers nothing to the first images; one of many may get "", which trains the
-    unconditional branch.
-    """
+def check_answers(dataset: DataSet, captioner: Captioner) -> None:
+    """`DataError` if the captioner says nothing of the first images; of others "" trains no condition."""
     first = [dataset.image(row) for row in range(min(PROBED, len(dataset)))]
     if not any(captioner.describe(first)):
         what = f"{captioner.name!r} answers nothing to {captioner.prompt!r} for {many(len(first), 'image')}"
         raise DataError(what, "set another data.captioner.prompt or model")
+
+
+def caption_job(
+    dataset: DataSet, captioner: Captioner, config: CaptionerConfig, progress: Progress | None = None
+) -> ColumnJob:
+    """The captions of all rows, UTF-8, ragged: made for those that have none, or for all."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         captions = dataset.source_table(shard, [CAPTION]).column(CAPTION).to_pylist()
