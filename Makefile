@@ -81,7 +81,7 @@ $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV)"
-	@$(PIP) --no-compile -e '.[concepts,dev,docs,hub,offline,serve,sign,tracking,vlm]'
+	@$(PIP) --no-compile -e '.[concepts,dev,docs,hub,offline,ray,serve,sign,tracking,vlm]'
 	@touch $@
 
 $(DOCS): $(BASE)

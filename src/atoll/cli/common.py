@@ -26,6 +26,15 @@ GUIDANCE = click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
 )
 STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
+WORKERS = click.option(
+    "--workers", type=click.IntRange(1, 1024), default=1, help="Processes that share the work."
+)
+PART = click.option(
+    "--part",
+    envvar="ATOLL_PART",
+    metavar="I/N",
+    help="Write the shards I, I + N, ...; without it, finish.",
+)
 
 
 def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":

@@ -6,17 +6,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
-from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign
-
-WORKERS = click.option(
-    "--workers", type=click.IntRange(1, 1024), default=1, help="Processes that share the work."
-)
-PART = click.option(
-    "--part",
-    envvar="ATOLL_PART",
-    metavar="I/N",
-    help="Write the shards I, I + N, ...; without it, finish.",
-)
+from atoll.cli.common import CAMPAIGN, LOCAL, PART, SETS, WORKERS, open_campaign
 
 
 @click.group()
