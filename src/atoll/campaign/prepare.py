@@ -178,7 +178,7 @@ def prepare(campaign: Campaign) -> Partition:
 
 
 def prepare_data(
-    campaign: Campaign, part: Part | None = None, share: Callable[[str], None] = lambda command: None
+    campaign: Campaign, part: Part | None = None, share: Callable[[str], bool] = lambda command: True
 ) -> None:
     """Make whatever is missing of the data set; with `part` only that part of the shards of all columns.
 

@@ -35,6 +35,9 @@ PART = click.option(
     metavar="I/N",
     help="Write the shards I, I + N, ...; without it, finish.",
 )
+ON = click.option(
+    "--on", default="local", metavar="LAUNCHER", help="Where workers run: local, slurm, ray, sky or yours."
+)
 
 
 def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
@@ -42,6 +45,15 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     from atoll.campaign.folder import Campaign
 
     return Campaign.open(campaign, sets)
+
+
+def work_is_left(campaign: "Campaign", workers: int, part: str | None, on: str, *words: str) -> bool:
+    """Whether this process goes on: with its own part, or with what workers left for it to put together."""
+    if part is not None or (workers == 1 and on == "local"):
+        return True
+    from atoll.launch.submit import run_workers
+
+    return run_workers(workers, *words, on=on, campaign=campaign)
 
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:

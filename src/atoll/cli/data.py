@@ -6,7 +6,7 @@ import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
-from atoll.cli.common import CAMPAIGN, LOCAL, PART, SETS, WORKERS, open_campaign
+from atoll.cli.common import CAMPAIGN, LOCAL, ON, PART, SETS, WORKERS, open_campaign, work_is_left
 
 
 @click.group()
@@ -78,27 +78,32 @@ for stage, summary in SHARDED.items():
     @CAMPAIGN
     @WORKERS
     @PART
+    @ON
     @SETS
     @click.pass_context
     def _sharded(
-        context: click.Context, campaign: str, workers: int, part: str | None, sets: tuple[str, ...]
+        context: click.Context,
+        campaign: str,
+        workers: int,
+        part: str | None,
+        on: str,
+        sets: tuple[str, ...],
     ) -> None:
-        name, opened = context.command.name, open_campaign(campaign, sets)
+        name, opened = str(context.command.name), open_campaign(campaign, sets)
         if name == "prepare" and opened.is_partitioned:
             return say("data set: finished already, and cut into clusters")
         from atoll.campaign import prepare
         from atoll.data.job import Part
+        from atoll.launch.submit import launcher
 
-        def share(command: str) -> None:
-            if workers > 1 and part is None:
-                from atoll.launch.submit import run_workers
-
-                options = [word for setting in sets for word in ("--set", setting)]
-                run_workers(workers, "data", command, campaign, *options)
+        def share(command: str) -> bool:
+            options = [word for setting in sets for word in ("--set", setting)]
+            words = ("data", command, opened.store.location, *options)
+            return work_is_left(opened, workers, part, on, *words)
 
         own = None if part is None else Part.parse(part)
-        if name == "prepare":
+        # A queue is given all stages at once; where workers are waited for, each ends within this process.
+        if name == "prepare" and (own is not None or on == "local" or launcher(on).WAITS):
             prepare.prepare_data(opened, own, share)
-        else:
-            share(str(name))
+        elif share(name):
             getattr(prepare, f"{name}_stage")(opened, own)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -148,25 +149,40 @@ def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> No
 
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
     """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for."""
-    config, root = campaign.config.launch, campaign.store.location
+    config = campaign.config.launch
     if not config.data.workers or campaign.is_partitioned:
         return []
-    place, target, count = config.of("data"), config.target("data", None, on), config.data.workers
-    # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
-    sets = _options(setting for setting in campaign.overrides if not setting.startswith("launch."))
-    jobs, needs = list[Job](), tuple[str, ...]()
+    target = config.target("data", None, on)
+    jobs, words = _stages(campaign, target, config.data.workers), ("partition", *_told(campaign))
+    return [*jobs, _job("partition", words, config.of("data"), target, needs=(jobs[-1].name,), gpus=0)]
+
+
+def _stages(campaign: Campaign, target: Target, count: int) -> list[Job]:
+    place, jobs = campaign.config.launch.of("data"), list[Job]()
     steps = {} if campaign.has_dataset() else {"ingest": "ingest"}
     steps |= {} if campaign.config.data.captioner is None else {"captions": "caption"}
     steps["columns"] = "prepare"
     for name, stage in steps.items():
-        # What a worker wrote is there, shard by shard: it has nothing to save.
-        worker = replace(_job(name, ("data", stage, root, *sets), place, target, needs=needs), saves=False)
-        workers = [replace(worker, count=count)] if launcher(target).ARRAYS else parts(worker, count)
-        # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
-        last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
-        jobs += [*workers, last]
-        needs = (last.name,)
-    return [*jobs, _job("partition", ("partition", root, *sets), place, target, needs=needs, gpus=0)]
+        needs = tuple(job.name for job in jobs[-1:])
+        jobs += _sharded(name, ("data", stage, *_told(campaign)), place, target, count, needs)
+    return jobs
+
+
+def _told(campaign: Campaign) -> list[str]:
+    # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
+    sets = (setting for setting in campaign.overrides if not setting.startswith("launch."))
+    return [campaign.store.location, *_options(sets)]
+
+
+def _sharded(
+    name: str, words: Sequence[str], place: Placement, target: Target, count: int, needs: tuple[str, ...] = ()
+) -> list[Job]:
+    # What a worker wrote is there, shard by shard: it has nothing to save.
+    worker = replace(_job(name, words, place, target, needs=needs), saves=False)
+    workers = [replace(worker, count=count)] if launcher(target).ARRAYS else parts(worker, count)
+    # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
+    last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
+    return [*workers, last]
 
 
 def _options(settings: Iterable[str]) -> list[str]:
@@ -181,10 +197,24 @@ def parts(job: Job, count: int) -> list[Job]:
     ]
 
 
-def run_workers(count: int, *words: str) -> None:
-    """Run the parts of one data command as processes of this machine, which share its cores and GPUs."""
-    worker = Job("worker", command(*words), cpus=max(1, cores() // count))
-    local.submit(parts(worker, count), Site("", Path(), Path()))
+def run_workers(count: int, *words: str, on: Target = "local", campaign: Campaign | None = None) -> bool:
+    """Run the parts of one sharded command where `on` says, as the campaign's `launch.data` places them.
+
+    Those of this machine share its cores and GPUs, whatever that says. Returns whether all have ended,
+    so that the caller puts their work together; where they only wait in a queue, a job after them does that.
+    Words name files as nodes see them.
+    """
+    name = " ".join(takewhile(str.isalpha, words))
+    if campaign is None or on == "local":
+        worker = Job(name, command(*words), cpus=max(1, cores() // count))
+        local.submit(parts(worker, count), Site("", Path(), Path()))
+        return True
+    if name == "data prepare" and not launcher(on).WAITS:
+        jobs = _stages(campaign, on, count)
+    else:
+        jobs = _sharded(name, words, campaign.config.launch.of("data"), on, count)
+    _submit(campaign, jobs[:-1] if launcher(on).WAITS else jobs, False, Path("launch"))
+    return launcher(on).WAITS
 
 
 def launcher(name: str) -> Launcher:
