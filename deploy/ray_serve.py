@@ -2,9 +2,9 @@
 
     ATOLL_KEYS=... serve run deploy.ray_serve:replicas model=/srv/atoll/model least=2 most=8
 
-The keys have to be in the environment of every node (`env_vars` of a runtime environment), and the model where
-every node finds it. Ray places the replicas, replaces those whose process dies and spreads requests; each is
-what `atoll serve` is and takes its settings, such as `queue=200`; but for the address, which is Ray's.
+The keys have to be in the environment of every node (`env_vars` of a runtime environment), and the model
+where every node finds it. Ray places the replicas, replaces those whose process dies and spreads requests;
+each is what `atoll serve` is and takes its settings, such as `queue=200`. The address is Ray's.
 """
 
 import time

@@ -573,6 +573,26 @@ def test_a_loader_that_is_not_installed_is_left_out(
     assert values["Atoll, resumed", "first batch"] == (1.5, False) and len(values) == 3
 
 
+def test_the_engines_benchmark_compares_what_a_pool_makes_with_what_one_process_makes(
+    call: Callable[..., Lines], bench: Bench
+) -> None:
+    found = call("engines", "--quick", "--only", "pool", "--samples", "0")
+    assert found["pool", "shards"]["value"] == found["serial", "shards"]["value"] > 10
+    for stage in bench("engines").STAGES:
+        seconds = [found[name, f"{stage}: seconds"]["value"] for name in ("serial", "pool")]
+        overhead = found["pool", f"{stage}: overhead a shard"]["value"]
+        assert overhead * found["pool", "shards"]["value"] == pytest.approx(
+            1000 * (2 * seconds[1] - seconds[0])
+        )
+
+
+def test_islands_on_two_nodes_of_ray_lose_nothing_though_some_are_killed(call: Callable[..., Lines]) -> None:
+    pytest.importorskip("ray")
+    found = call("engines", "--islands", "12")
+    assert all(line["met"] is not False for line in found.values()), found
+    assert found["islands", "processes of training"]["value"] >= 14  # 12, the router, and one again
+
+
 def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines]) -> None:
     found = call("gpu", "--device", "cpu", "--quick")
     assert {case.split(",")[0] for case, _ in found} == {

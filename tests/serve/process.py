@@ -16,8 +16,15 @@ KEY = "a-key-of-twenty-four-characters"
 class Server:
     """A process, its address and what it said."""
 
-    def __init__(self, folder: Path, *argv: str, command: str = "serve", ready: str = "ready") -> None:
-        self.process = start(command, folder, "--port", "0", *argv)
+    def __init__(
+        self,
+        folder: Path,
+        *argv: str,
+        command: str = "serve",
+        ready: str = "ready",
+        process: subprocess.Popen[str] | None = None,
+    ) -> None:
+        self.process = process or start(command, folder, "--port", "0", *argv)
         self.said: list[str] = []
         self.clients: list[openai.OpenAI] = []
         self._last, self._ready = ready, threading.Event()

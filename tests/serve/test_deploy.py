@@ -1,7 +1,9 @@
 """The files of deploy/: nginx before real servers, and what the others say against what the server takes."""
 
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +20,11 @@ import yaml
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from atoll.serve.settings import ServeSettings
+from helpers import ROOT
 from serve.conftest import pixels
-from serve.process import Server
+from serve.process import KEY, Server
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 
 
@@ -125,14 +128,107 @@ def test_kubernetes_asks_for_what_the_server_has() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
+@pytest.mark.parametrize("version", ["1.25", "1.37"])
+def test_kubernetes_knows_every_field(version: str) -> None:
+    """By the schema that its release publishes, in which an unknown field is an error."""
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    for resource in (deployment, service):
+        assert validate.validate(resource, version, strict=True) == version
+    deployment["spec"]["template"]["spec"]["terminationGraceSeconds"] = 75
+    with pytest.raises(validate.ValidationError, match="terminationGraceSeconds"):
+        validate.validate(deployment, version, strict=True)
+
+
+# systemd's restrictions by its own means: mounts of a namespace, another user, and no way back.
+RESTRICTED = """
+mount --make-rprivate /
+mount -t tmpfs -o mode=755 tmpfs /srv
+mkdir -p /srv/atoll/model /srv/credentials
+mount --bind "$MODEL" /srv/atoll/model
+cp "$KEYS" /srv/credentials/keys
+chown -R 65534 /srv/credentials
+mount -t tmpfs -o mode=1777 tmpfs /tmp
+mount -o remount,bind,ro /
+mount -o remount,ro /srv
+exec setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs "$@"
+"""
+
+
+def unit() -> dict[str, str]:
+    """Keys of the unit; of one that stands there twice the last."""
+    lines = (DEPLOY / "atoll.service").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+
+
+def restricted(folder: Path, keys: Path, *command: str) -> subprocess.Popen[str]:
+    """A command as the unit has it run: another user, a file system to read, credentials, its environment."""
+    own = dict(pair.split("=") for pair in unit()["Environment"].split())
+    own |= {"MODEL": str(folder), "KEYS": str(keys), "CREDENTIALS_DIRECTORY": "/srv/credentials"}
+    child = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", **own}
+    argv = ["unshare", "--mount", "sh", "-ec", RESTRICTED, "sh", *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(argv, env=child, cwd="/", **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def exec_start() -> list[str]:
+    """The command line of the unit, of this installation, on a free port and with room for a long queue."""
+    line = unit()["ExecStart"].replace("${CREDENTIALS_DIRECTORY}", "/srv/credentials")
+    return [sys.executable, "-m", "atoll", *line.split()[1:], "--port", "0", "--set", "queue=5000"]
+
+
+@pytest.mark.slow
+def test_what_the_unit_starts_serves_drains_and_leaves_as_systemd_expects(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As the unit restricts it. SIGTERM is answered once all is done; only then its code is 0."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\n")
+    tried = restricted(folder, keys, sys.executable, "-c", "import atoll.cli.main")
+    if message := tried.communicate(timeout=120)[1]:
+        pytest.skip(f"no namespace, or another user cannot run this Python: {message.splitlines()[-1]}")
+    server = Server(folder, process=restricted(folder, keys, *exec_start()))
+    answers = list[int]()
+
+    def ask() -> None:
+        body = {"prompt": "1", "steps": 250, "n": 10, "routing": "full"}
+        head = {"Authorization": f"Bearer {KEY}"}
+        url = f"{server.address}/v1/images/generations"
+        answers.append(httpx.post(url, json=body, headers=head, timeout=100).status_code)
+
+    try:
+        assert httpx.get(f"{server.address}/v1/models").status_code == 401
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as client:
+            while "atoll_images_waiting 30.0" not in client.get(f"{server.address}/metrics").text:
+                assert not answers, "a request was answered before all had come"
+                time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        assert server.process.wait(int(unit()["TimeoutStopSec"])) == 0
+        assert time.monotonic() - begun < int(unit()["TimeoutStopSec"])
+        for thread in threads:
+            thread.join(10)
+        assert answers == [200, 200, 200] and "drained" in server.said
+    finally:
+        server.stop()
+    # A server that dies is started again; one whose path is wrong is not.
+    assert unit()["Restart"] == "on-failure"
+    wrong = restricted(folder, keys, *(w.replace("/srv/atoll/model", "/srv/no") for w in exec_start()))
+    said = wrong.communicate(timeout=120)[1]
+    assert str(wrong.returncode) == unit()["RestartPreventExitStatus"] and said.startswith("error: "), said
+
+
 def test_systemd_takes_the_unit_and_gives_time_to_drain(tmp_path: Path) -> None:
-    unit = (DEPLOY / "atoll.service").read_text()
-    found = re.search(r"^ExecStart=(\S+) serve .*--set (\S+)$", unit, re.MULTILINE)
-    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    assert found and stop and int(stop[1]) > ServeSettings.of([found[2]]).drain + 10
+    program, *words = unit()["ExecStart"].split()
+    drain = ServeSettings.of([words[words.index("--set") + 1]]).drain
+    assert int(unit()["TimeoutStopSec"]) > drain + 10
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
-    (tmp_path / "atoll.service").write_text(unit.replace(found[1], sys.executable))
+    text = (DEPLOY / "atoll.service").read_text()
+    (tmp_path / "atoll.service").write_text(text.replace(program, sys.executable))
     done = subprocess.run([analyze, "verify", tmp_path / "atoll.service"], capture_output=True, text=True)
     assert done.returncode == 0 and "atoll" not in done.stderr, done.stderr

@@ -1,0 +1,173 @@
+"""deploy/ray_serve.py on two nodes of Ray: one dies under load, and some come and go with a queue."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from atoll.campaign.folder import Campaign
+from atoll.model.model import Model
+from helpers import ROOT, environment
+from serve.conftest import pixels
+from serve.test_deploy import free_port
+
+pytest.importorskip("ray.serve")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ASKED = {"gpus": 0, "least": 2, "most": 3, "batch": 4, "queue": 1000, "upscale_s": 1, "downscale_s": 4}
+
+
+class Replicas:
+    """An address, and the processes behind it."""
+
+    def __init__(self, address: str, nodes: psutil.Process) -> None:
+        self.address, self.nodes = address, nodes
+
+    def now(self) -> set[int]:
+        """Ids of the processes of replicas; no cluster but ours is looked at."""
+        found = set()
+        for process in self.nodes.children(recursive=True):
+            try:
+                # Ray names a process after its actor, `ray::ServeReplica:...`, once that is made.
+                if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::ServeReplica"):
+                    found.add(process.pid)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                pass
+        return found
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    """Two nodes of two cores, and two replicas on them."""
+    own, port = tmp_path_factory.mktemp("ray"), free_port()
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    child = {**environment(), **quiet, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    app = {"name": "atoll", "route_prefix": "/", "import_path": "deploy.ray_serve:replicas"}
+    app |= {"args": {"model": str(folder), **ASKED}}  # type: ignore[dict-item]
+    listen = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+    (own / "serve.yaml").write_text(yaml.safe_dump({**listen, "applications": [app]}))
+    argv = [sys.executable, str(ROOT / "benchmarks/nodes.py"), "2", "2"]
+    with (own / "nodes.out").open("wb") as said, (own / "serve.out").open("wb") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
+        nodes = subprocess.Popen(argv, env=child, **pipes)  # type: ignore[call-overload]
+        run = None
+        try:
+            cluster = nodes.stdout.readline().decode().strip()
+            assert cluster, (own / "nodes.out").read_text()
+            serve = [Path(sys.executable).with_name("serve"), "run", "--address", cluster, own / "serve.yaml"]
+            run = subprocess.Popen(serve, env=child, stdout=log, stderr=log)
+            replicas = Replicas(f"http://127.0.0.1:{port}", psutil.Process(nodes.pid))
+
+            def ready() -> bool:
+                assert run is not None and run.poll() is None, (own / "serve.out").read_text()
+                try:
+                    return httpx.get(f"{replicas.address}/ready").status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            until(ready, "the application does not answer")
+            yield replicas
+        finally:
+            if run is not None:
+                run.send_signal(signal.SIGINT)
+                try:
+                    run.wait(60)
+                except subprocess.TimeoutExpired:
+                    run.kill()
+                    run.wait()
+            nodes.communicate()
+
+
+def test_a_replica_that_is_killed_under_load_loses_no_request(behind: Replicas, folder: Path) -> None:
+    """A stock client gets every image; without its retries some get a status, and none waits for ever."""
+    how = {"steps": 6, "routing": "top-1"}
+    model, generation = Model.load(folder), Campaign.open(folder).config.sampling
+    expected = [
+        model(["1"], 1, generation, seed=n, **how).images[0].convert("RGB").tobytes() for n in range(3)
+    ]
+    done, failed, lock = Counter[str](), list[Exception](), threading.Lock()
+    before = behind.now()
+    assert len(before) == 2
+    victim = min(before)
+    killed = threading.Event()
+
+    def ask(client: openai.OpenAI, kind: str) -> None:
+        for number in range(20):
+            seed = number % len(expected)
+            try:
+                answer = client.images.generate(prompt="1", extra_body={**how, "seed": seed})
+                assert answer.data is not None and answer.data[0].b64_json is not None
+                assert pixels(answer.data[0].b64_json) == expected[seed]
+                result = "answered"
+            except openai.APIStatusError as error:
+                result = str(error.status_code)
+            except Exception as error:
+                failed.append(error)
+                return
+            with lock:
+                done[f"{kind} {result}"] += 1
+                if done.total() == 30:
+                    os.kill(victim, signal.SIGKILL)
+                    killed.set()
+
+    clients = {
+        "stock": openai.OpenAI(base_url=f"{behind.address}/v1", api_key="any", timeout=120),
+        "once": openai.OpenAI(base_url=f"{behind.address}/v1", api_key="any", timeout=120, max_retries=0),
+    }
+    threads = [threading.Thread(target=ask, args=(clients[kind], kind)) for kind in (*clients, *clients) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    for client in clients.values():
+        client.close()
+    print(dict(done))
+    assert killed.is_set() and not failed and done.total() == 160
+    assert done["stock answered"] == 80, done
+    assert {key for key in done if key.startswith("once")} <= {"once answered", "once 500", "once 503"}, done
+    until(lambda: len(behind.now() - {victim}) == 2, "no replica took the place of the one that died")
+
+
+def test_replicas_come_with_a_queue_and_go_after_it(behind: Replicas) -> None:
+    until(lambda: len(behind.now()) == 2, f"two replicas, and not {behind.now()}")
+    enough, answers, failed = threading.Event(), list[int](), list[Exception]()
+    body = {"prompt": "1", "steps": 250, "routing": "full"}
+
+    def ask() -> None:
+        with httpx.Client(timeout=120) as client:
+            while not enough.is_set():
+                try:
+                    url = f"{behind.address}/v1/images/generations"
+                    answers.append(client.post(url, json=body).status_code)
+                except Exception as error:
+                    failed.append(error)
+                    return
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: len(behind.now()) == 3, "no third replica came")
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join(180)
+    assert not failed and {*answers} == {200}
+    until(lambda: len(behind.now()) == 2, "the third replica does not leave")
