@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from atoll.cli.common import LOCAL, open_campaign
+from atoll.cli.common import LOCAL, ON, PART, WORKERS, open_campaign, work_is_left
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
@@ -58,8 +58,19 @@ def train(labels: Path, out: str, scale: str, backbone: str, device: str, **give
 @click.option("--sensitive", multiple=True, help="Score of the table that describes a person.")
 @click.option("--out", type=LOCAL, default="scores.parquet", help="Where the scores of a folder go.")
 @DEVICE
+@WORKERS
+@PART
+@ON
 def score(
-    pictures: str, scorer: str | None, table: Path | None, sensitive: tuple[str, ...], out: Path, device: str
+    pictures: str,
+    scorer: str | None,
+    table: Path | None,
+    sensitive: tuple[str, ...],
+    out: Path,
+    device: str,
+    workers: int,
+    part: str | None,
+    on: str,
 ) -> None:
     """Score the rows of a campaign's data set, as a column of it, or the pictures of a folder."""
     from atoll.curate.aesthetics.scorer import Scorer
@@ -75,7 +86,10 @@ def score(
     elif scorer is not None and is_folder:
         score_folder(Scorer.load(scorer, device)[0], folder, out)
     elif scorer is not None:
-        score_stage(open_campaign(pictures), scorer, device)
+        opened = open_campaign(pictures)
+        words = ("aesthetics", "score", opened.store.location, "--scorer", scorer, "--device", device)
+        if work_is_left(opened, workers, part, on, *words):
+            score_stage(opened, scorer, device, part)
 
 
 @aesthetics.command("evaluate")

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from atoll.campaign.roles import BASELINE
-from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, STEPS, open_campaign
+from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ON, PART, STEPS, WORKERS, open_campaign, work_is_left
 
 
 @click.group()
@@ -35,11 +35,16 @@ def index(campaign: str, **how: Any) -> None:
 @concepts.command("tag")
 @CAMPAIGN
 @click.argument("tagger", metavar="labels|linear|clip:NAME|FILE")
-def tag(campaign: str, tagger: str) -> None:
+@WORKERS
+@PART
+@ON
+def tag(campaign: str, tagger: str, workers: int, part: str | None, on: str) -> None:
     """Find concepts in pictures: class labels, a linear tagger, a CLIP, or a FILE of tags."""
     from atoll.curate.audit import tag_stage
 
-    tag_stage(open_campaign(campaign), tagger)
+    opened = open_campaign(campaign)
+    if work_is_left(opened, workers, part, on, "concepts", "tag", opened.store.location, tagger):
+        tag_stage(opened, tagger, part)
 
 
 @concepts.command("audit")

@@ -28,6 +28,7 @@ from atoll.curate.concepts import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
 from atoll.data.cluster_map import telling
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
+from atoll.data.job import Part
 from atoll.data.settings import features_column
 from atoll.store.store import Store
 
@@ -236,8 +237,11 @@ def vocabulary_of(campaign: Campaign) -> Vocabulary:
     return Vocabulary.read(campaign.store, Vocabulary.PLACE)
 
 
-def tag_stage(campaign: Campaign, tagger: str) -> None:
-    """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags."""
+def tag_stage(campaign: Campaign, tagger: str, part: str | None = None) -> None:
+    """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags.
+
+    With `part` only that part of the shards is written.
+    """
     dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
     if tagger == "labels":
         producer, hits = concepts.of_labels(dataset, vocabulary)
@@ -252,7 +256,9 @@ def tag_stage(campaign: Campaign, tagger: str) -> None:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
     progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
-    column = concepts.write_hits(dataset, vocabulary, producer, hits, progress)
+    own = None if part is None else Part.parse(part)
+    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, progress, own)) is None:
+        return
     say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 
 

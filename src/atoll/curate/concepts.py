@@ -28,6 +28,7 @@ from atoll.base.safe_parse import read_bytes, read_json
 from atoll.base.text import NO_NOUNS, words_of
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
+from atoll.data.job import ColumnJob, Part
 from atoll.encoders.vision import ClipEncoder, extractor
 
 Match = Literal["phrase", "words"]
@@ -237,9 +238,17 @@ Tagger = dict[str, Any]
 
 
 def write_hits(
-    dataset: DataSet, vocabulary: Vocabulary, tagger: Tagger, hits: Hits, progress: Progress | None = None
-) -> Column:
-    """Write (or find) both columns; `tagger` is plain data that changes whenever the hits would."""
+    dataset: DataSet,
+    vocabulary: Vocabulary,
+    tagger: Tagger,
+    hits: Hits,
+    progress: Progress | None = None,
+    part: Part | None = None,
+) -> Column | None:
+    """Write (or find) both columns, or one part of them; the second is returned when it is there.
+
+    `tagger` is plain data that changes whenever the hits would.
+    """
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary), "tagger": tagger, "floor": FLOOR}
 
     # Both columns are of one pass over the pictures; a cache of more shards would hold a whole data set.
@@ -252,10 +261,16 @@ def write_hits(
         flat = torch.tensor([p for row in rows for p in row.values()], dtype=torch.float32)
         return {"values": flat, "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32)}
 
-    dataset.write_column(PROBABILITIES, producer, probabilities, kind="ragged")
-    return dataset.write_column(
-        IMAGE, producer, lambda shard: ragged(list(row) for row in kept(shard)), None, "ragged", progress
-    )
+    def concepts(shard: int) -> dict[str, Tensor]:
+        return ragged(list(row) for row in kept(shard))
+
+    for name, compute, shown in ((PROBABILITIES, probabilities, None), (IMAGE, concepts, progress)):
+        job = ColumnJob(dataset, name, producer, compute, None, "ragged", shown)
+        if part is None:
+            job.run()
+        else:
+            job.write_part(part)
+    return dataset.column(IMAGE) if part is None else None
 
 
 def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagger, Hits]:

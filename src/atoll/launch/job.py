@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.base.hashing import sha256
-from atoll.campaign.settings.launch import Placement, SkyConfig, SlurmConfig
+from atoll.campaign.settings.launch import Placement, RayConfig, SkyConfig, SlurmConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     memory_asked: bool = False
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     sky: SkyConfig = field(default_factory=SkyConfig)
     options: Mapping[str, str] = field(default_factory=dict)  # for a launcher of the user's own
     target: str = "local"  # the launcher that runs it

@@ -111,7 +111,7 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     # Processes of one command do one work together: what they print alike is shown of the first only.
     printed = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
     start = time.monotonic()
-    with _caught_signals() as signals:
+    with caught_signals() as signals:
         try:
             while waiting or running:
                 if signals:
@@ -143,7 +143,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM put their numbers into this list until the block ends."""
     # They raise nothing: one that came between the start of a process and its entry among those running would
     # leave it without a parent, and so would a second one while all stop.
     came: list[int] = []
@@ -164,7 +165,7 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
         if job.nodes > 1:
             raise AtollError(
-                f"{job.name} asks for {job.nodes} nodes, here is one", "launch it on slurm or sky"
+                f"{job.name} asks for {job.nodes} nodes, here is one", "launch it on slurm, ray or sky"
             )
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"

@@ -2,11 +2,17 @@
 
 import re
 import shlex
+from base64 import urlsafe_b64encode
 from collections.abc import Sequence
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import yaml
 
+import atoll
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
 from atoll.base.safe_parse import expanded
@@ -16,6 +22,9 @@ from atoll.launch.job import Job, Site
 PYTHON, WAITS, ASSEMBLES, ARRAYS = "python", False, False, False
 
 SCRIPT = "launch.sh"
+WHEEL, VERSIONS = f"atoll-{atoll.__version__}-py3-none-any.whl", "constraints.txt"
+REMOTE = "~/atoll-wheel"
+"""Folder of both on a node."""
 RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
 PORT = 29500  # where the processes of several nodes meet: a managed job has its nodes for itself
 
@@ -43,6 +52,8 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (folder / name).write_text(text)
+        if any(_sends_wheel(job) for job in jobs):
+            write_wheel(folder)
     except OSError as error:
         raise AtollError(f"cannot write {folder}: {error.strerror}", "give another --out") from None
     say(f"wrote {script}; where sky is installed: sh {shlex.quote(str(script))}")
@@ -62,9 +73,6 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         if count is not None and count != (job.gpus or 0):
             conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
-        if job.sky.setup is None and job.sky.workdir is None:
-            what = f"{job.name}: nothing installs Atoll on the node"
-            raise ConfigError(what, "set launch.sky.workdir to a checkout, or launch.sky.setup")
         task = _task(job, campaign)
         texts[f"{job.slug}.yaml"] = yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -91,7 +99,10 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
 
 def _task(job: Job, campaign: str) -> dict[str, Any]:
     # Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
-    sky = job.sky
+    sky, setup = job.sky, job.sky.setup
+    if setup is None:
+        file = f"{REMOTE}/{WHEEL}"
+        setup = (f"pip install -c {REMOTE}/{VERSIONS} {file}",) if _sends_wheel(job) else ("pip install .",)
     infra = sky.cloud if sky.cloud is None or sky.region is None else f"{sky.cloud}/{sky.region}"
     resources: dict[str, Any] = {
         "use_spot": sky.use_spot,
@@ -112,11 +123,49 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
         # Absolute, as the script changes folders.
         "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
         "envs": dict(job.environment),
-        "setup": "\n".join(("set -e", *(("pip install .",) if sky.setup is None else sky.setup))) + "\n",
+        "file_mounts": {f"{REMOTE}/{n}": n for n in (WHEEL, VERSIONS)} if _sends_wheel(job) else None,
+        "setup": "\n".join(("set -e", *setup)) + "\n",
         # With exec, since a shell in between would not pass a signal on.
         "run": f"{meet}exec {job.shell('$host', str(PORT))}\n",
     }
     return {key: value for key, value in task.items() if value is not None}
+
+
+def _sends_wheel(job: Job) -> bool:
+    return job.sky.setup is None and job.sky.workdir is None
+
+
+def write_wheel(folder: Path) -> None:
+    """Write this installation as a wheel, with the versions of all that is installed beside it.
+
+    It is made of the files that run here: a checkout or an installed wheel alike, without a build, a registry
+    or a compiler.
+    """
+    package = Path(atoll.__file__).parent
+    files = {
+        f"atoll/{path.relative_to(package).as_posix()}": path.read_bytes()
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and path.suffix not in (".pyc", ".pyo")
+    }
+    try:
+        own = metadata.distribution("atoll")
+    except metadata.PackageNotFoundError:
+        raise AtollError("this Atoll is not installed", "install its checkout: pip install -e .") from None
+    about = f"atoll-{atoll.__version__}.dist-info"
+    for name in ("METADATA", "entry_points.txt"):
+        files[f"{about}/{name}"] = (own.read_text(name) or "").encode()
+    files[f"{about}/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    hashes = [urlsafe_b64encode(sha256(data).digest()).decode().rstrip("=") for data in files.values()]
+    rows = [f"{name},sha256={hash_},{len(files[name])}" for name, hash_ in zip(files, hashes, strict=True)]
+    files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,\n"]).encode()
+    with ZipFile(folder / WHEEL, "w", ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(
+                ZipInfo(name), data, ZIP_DEFLATED
+            )  # of a fixed date: the same files, the same wheel
+    # Without the part after a plus: it names a build, for CPUs for example, and a node needs its own.
+    pins = {d.name: d.version.partition("+")[0] for d in metadata.distributions() if d.name != "atoll"}
+    (folder / VERSIONS).write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))
 
 
 def gpus(accelerators: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""From a campaign to jobs, and from jobs to this machine, Slurm or SkyPilot."""
+"""From a campaign to jobs, and from jobs to this machine, Slurm, Ray or SkyPilot."""
 
 import pkgutil
 import shlex
@@ -38,7 +38,7 @@ STATE_BYTES = 28
 def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: Path) -> None:
     """Prepare, train whatever is left where the settings say, and assemble.
 
-    Runs on this machine are waited for; those of Slurm and SkyPilot are submitted. `on` is the target of runs
+    Runs on this machine and on Ray are waited for, others are submitted. `on` is the target of runs
     that name none of their own, `out` the folder for SkyPilot's files.
     """
     root = campaign.store.location
@@ -121,7 +121,7 @@ def forecast(campaign: Campaign, jobs: Sequence[Job]) -> str:
         if beat is not None and beat.speed and campaign.store.exists(run.plan):
             plan = RunPlan.read(campaign.store, run.plan)
             speeds.append(beat.speed * plan.train_flops / (plan.steps * plan.batch))
-    here = all(launcher(job.target).WAITS for job in runs)
+    here = all(job.target == "local" for job in runs)
     places = local.at_once(runs) if here else len(runs)
     side_by_side = f"training: {many(len(runs), 'run')}, {places} at once{' on this machine' * here}"
     if not speeds or not all(job.work for job in runs):
@@ -249,7 +249,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         place, target = config.launch.of(*run), config.launch.target(*run, on)
         options = ["--expert", str(run.expert)] if run.expert is not None else []
         # Elsewhere a job may come back before the lease of a holder that was lost has expired.
-        options += [] if launcher(target).WAITS else ["--wait"]
+        options += [] if target == "local" else ["--wait"]
         memory, work = BASE_MEMORY, 0.0
         if (plan := plans.get(run)) is not None:
             beat = read_heartbeat(store, f"{run.folder}/run")
@@ -304,6 +304,7 @@ def _job(
         env=place.env,
         memory_asked=memory_set is not None,
         slurm=place.slurm,
+        ray=place.ray,
         sky=place.sky,
         options=place.options,
         **options,

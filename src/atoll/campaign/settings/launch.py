@@ -9,7 +9,7 @@ from atoll.base.config import Config
 from atoll.base.errors import ConfigError
 
 Target = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-"""Name of a launcher, a module of `atoll.launch`: `local`, `slurm`, `sky`."""
+"""Name of a launcher, a module of `atoll.launch`: `local`, `slurm`, `ray`, `sky`."""
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -39,6 +39,16 @@ class SlurmConfig(Config):
     """Folder for job logs; by default `launch/` in the campaign, or here if that is a URL."""
 
 
+class RayConfig(Config):
+    """Ray options; cores, GPUs and memory are asked for as elsewhere."""
+
+    address: Line | None = None
+    """Cluster as `HOST:PORT`, port 6379 by default of `ray start`. Without it `RAY_ADDRESS`, else the cluster
+    that this machine is in."""
+    resources: dict[Line, Annotated[float, Field(gt=0)]] = {}
+    """Custom resources that a node must have, such as `{island_a: 1}`."""
+
+
 class SkyConfig(Config):
     """SkyPilot options; by default SkyPilot chooses."""
 
@@ -59,16 +69,17 @@ class SkyConfig(Config):
     secrets: tuple[Variable, ...] = ()
     """Environment variables to pass on to the run, such as credentials of the store."""
     setup: tuple[Line, ...] | None = None
-    """Shell lines that install Atoll on a new node; by default `pip install .` in `workdir`."""
+    """Shell lines that install Atoll on a new node. By default `pip install .` in `workdir`, or without that
+    the installation that launches, sent as a wheel."""
 
 
 class Placement(Config):
     """Launcher and resources of a run. The batch size does not depend on them."""
 
     on: Target | None = None
-    """Launcher: `local`, `slurm`, `sky` or your own; by default that of `--on`."""
+    """Launcher: `local`, `slurm`, `ray`, `sky` or your own; by default that of `--on`."""
     gpus: int | None = Field(default=None, ge=0)
-    """GPUs per node, with one process each. By default one if this machine has any; none on Slurm."""
+    """GPUs per node, with one process each. By default one if this machine has any; none on Slurm and Ray."""
     processes: int | None = Field(default=None, ge=1)
     """Processes per node, for tests on CPUs; by default one per GPU."""
     nodes: int = Field(default=1, ge=1)
@@ -83,6 +94,8 @@ class Placement(Config):
     """Python interpreter with Atoll. By default the current one; `python` on SkyPilot nodes."""
     slurm: SlurmConfig = SlurmConfig()
     """Options for Slurm."""
+    ray: RayConfig = RayConfig()
+    """Options for Ray."""
     sky: SkyConfig = SkyConfig()
     """Options for SkyPilot."""
     options: dict[Variable, Line] = {}

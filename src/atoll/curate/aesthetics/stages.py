@@ -25,6 +25,7 @@ from atoll.curate.concepts import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
+from atoll.data.job import ColumnJob, Part
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]
@@ -50,8 +51,8 @@ def _say_untrained(training: Mapping[str, Any]) -> None:
         say(f"note: no label trained {head}: disregard those scores")
 
 
-def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
-    """Write (or find) the column of scores."""
+def score_stage(campaign: Campaign, folder: str, device: str, part: str | None = None) -> None:
+    """Write (or find) the column of scores, or one part of its shards."""
     scorer, file = Scorer.load(folder, device)
     dataset, names = campaign.dataset(), [*scorer.columns]
 
@@ -63,7 +64,11 @@ def score_stage(campaign: Campaign, folder: str, device: str) -> Column:
     producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
     producer["sensitive"] = [*file.scale.sensitive]
     progress = Progress("scores", len(dataset.shards), unit="shards")
-    return _reported(campaign, dataset.write_column(COLUMN, producer, compute, progress=progress))
+    job = ColumnJob(dataset, COLUMN, producer, compute, progress=progress)
+    if part is not None:
+        return job.write_part(Part.parse(part))
+    job.run()
+    _reported(campaign, dataset.column(COLUMN))
 
 
 def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> Column:
