@@ -55,15 +55,17 @@ def until(true: Callable[[], object], what: str, seconds: float = 180) -> None:
 
 @pytest.fixture(scope="module")
 def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    """Two nodes of two cores, and two replicas on them."""
+    """Two nodes with three cores, and two replicas on them."""
     own, port = tmp_path_factory.mktemp("ray"), free_port()
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    # Ray gives its proxy 5 seconds to start, which a busy machine does not have.
+    patient = {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "60" for check in ("READY", "HEALTH")}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **patient}
     child = {**environment(), **quiet, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     app = {"name": "atoll", "route_prefix": "/", "import_path": "deploy.ray_serve:replicas"}
     app |= {"args": {"model": str(folder), **ASKED}}  # type: ignore[dict-item]
     listen = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     (own / "serve.yaml").write_text(yaml.safe_dump({**listen, "applications": [app]}))
-    argv = [sys.executable, str(ROOT / "benchmarks/nodes.py"), "2", "2"]
+    argv = [sys.executable, str(ROOT / "benchmarks/nodes.py"), "2", "1"]
     with (own / "nodes.out").open("wb") as said, (own / "serve.out").open("wb") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
         nodes = subprocess.Popen(argv, env=child, **pipes)  # type: ignore[call-overload]
@@ -82,7 +84,7 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
                 except httpx.TransportError:
                     return False
 
-            until(ready, "the application does not answer")
+            until(ready, "the application does not answer", 400)
             yield replicas
         finally:
             if run is not None:
