@@ -177,7 +177,7 @@ def test_every_folder_is_a_package():
 
 # Stages can be taken out.
 
-REMOVABLE = ["measure", "export", "report", "serve", "curate", "launch.sky", "launch.slurm"]
+REMOVABLE = ["measure", "export", "report", "serve", "curate", "launch.sky", "launch.slurm", "launch.ray"]
 TOP = ("__init__.py", "api.py", "cli/")
 """They name stages, and import them when they are asked for."""
 ABOVE = {"report": "serve"}

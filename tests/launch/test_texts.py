@@ -1,15 +1,18 @@
 """Scripts and YAML of jobs, read back the way a shell, sbatch and SkyPilot read them."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import atoll
 from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.settings.launch import LaunchConfig, SkyConfig, SlurmConfig
 from atoll.launch import sky, slurm
@@ -302,8 +305,31 @@ def test_what_no_cloud_can_see_or_give_is_refused() -> None:
     assert [sky.gpus(text) for text in (None, "A100", "H100:8", "{A100:4, H100:4}")] == [None, 1, 8, None]
     with pytest.raises(ConfigError, match=r"launch.gpus 4 and launch.sky.accelerators 'H100:8' do not agree"):
         sky.files([Job("router", train(URL), gpus=4, sky=SkyConfig(accelerators="H100:8"))], URL)
-    with pytest.raises(ConfigError, match=r"router: nothing installs .*: set launch\.sky\.workdir"):
-        sky.files([Job("router", train(URL), gpus=0)], URL)
+
+
+def test_nodes_install_the_atoll_that_launches(tmp_path: Path) -> None:
+    """The wheel of this checkout, installed for itself, runs; its versions fit those that run here."""
+    sky.submit([Job("router", train(URL), gpus=0)], Site(URL, tmp_path, tmp_path / "files"))
+    made = yaml.safe_load((tmp_path / "files/router.yaml").read_text())
+    files = {Path(name).name: tmp_path / "files" / source for name, source in made["file_mounts"].items()}
+    wheel, versions = (files[name] for name in (sky.WHEEL, sky.VERSIONS))
+    assert made["setup"] == f"set -e\npip install -c {sky.REMOTE}/{versions.name} {sky.REMOTE}/{wheel.name}\n"
+    pins = versions.read_text().splitlines()
+    assert f"click=={metadata.version('click')}" in pins and not [pin for pin in pins if "+" in pin]
+    assert [pin for pin in pins if pin.startswith("atoll==")] == []
+
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*pip, tmp_path / "site", wheel], check=True, capture_output=True)
+    child = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    show = [sys.executable, tmp_path / "site/bin/atoll", "--version"]
+    done = subprocess.run(show, env=child, capture_output=True, text=True, check=True)
+    assert atoll.__version__ in done.stdout
+    code = "import atoll.launch.sky as m; print(m.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=child, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(tmp_path / "site"))
+    package = Path(atoll.__file__).parent
+    names = {path.relative_to(package) for path in package.rglob("*.*") if "__pycache__" not in path.parts}
+    assert [name for name in names if not (tmp_path / "site/atoll" / name).exists()] == []
 
 
 # Settings.
