@@ -69,16 +69,18 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     with (own / "nodes.out").open("wb") as said, (own / "serve.out").open("wb") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
         nodes = subprocess.Popen(argv, env=child, **pipes)  # type: ignore[call-overload]
-        run = None
+        runs = list[subprocess.Popen[bytes]]()
         try:
             cluster = nodes.stdout.readline().decode().strip()
             assert cluster, (own / "nodes.out").read_text()
             serve = [Path(sys.executable).with_name("serve"), "run", "--address", cluster, own / "serve.yaml"]
-            run = subprocess.Popen(serve, env=child, stdout=log, stderr=log)
             replicas = Replicas(f"http://127.0.0.1:{port}", psutil.Process(nodes.pid))
 
             def ready() -> bool:
-                assert run is not None and run.poll() is None, (own / "serve.out").read_text()
+                # It gives up after a minute, in which a busy machine has no proxy, but leaves that to start.
+                if not runs or runs[-1].poll() is not None:
+                    assert len(runs) < 4, (own / "serve.out").read_text()
+                    runs.append(subprocess.Popen(serve, env=child, stdout=log, stderr=log))
                 try:
                     return httpx.get(f"{replicas.address}/ready").status_code == 200
                 except httpx.TransportError:
@@ -87,7 +89,7 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             until(ready, "the application does not answer", 400)
             yield replicas
         finally:
-            if run is not None:
+            for run in runs[-1:]:
                 run.send_signal(signal.SIGINT)
                 try:
                     run.wait(60)
