@@ -7,6 +7,7 @@ it saved. Nodes import this module from their own Atoll; what is sent are string
 
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -169,7 +170,7 @@ class _Actor:
         self.answered = time.monotonic()
         self.last = next((line for line in reversed(lines) if line.strip()), self.last)
         if place != self.place:
-            say(f"{self.job.name}: {'goes on' if self.place else 'runs'} on {place}")
+            say(f"{self.job.name}: {'runs again' if self.place else 'runs'} on {place}")
         self.place = place
         if self.code < 0:
             self.future = self.keeper.look.remote(self.seen)
@@ -195,18 +196,16 @@ def check(jobs: Sequence[Job], site: Site) -> None:
     if len(addresses) > 1:
         raise ConfigError(f"launch.ray.address is {' and '.join(sorted(addresses))}", "name one cluster")
     (address,) = addresses
-    # Without a cluster ray.init would wait for minutes, and then end this process.
-    argv = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     fix = "start one (ray start --head), or launch from one of its nodes with launch.ray.address=HOST:6379"
     try:
-        if subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode:
-            raise AtollError(f"there is no Ray cluster at {address}", fix)
+        # Where nothing listens ray.init would wait for minutes, and then end this process.
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
         quiet = {"log_to_driver": False, "logging_level": "error"}
         ray.init(address, namespace=NAMESPACE, ignore_reinit_error=True, **quiet)
-    except subprocess.TimeoutExpired:
-        raise AtollError(f"no Ray cluster answers at {address}", fix) from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise AtollError(f"cannot join the Ray cluster at {address} ({first_line(error)})", fix) from None
+    except (OSError, OverflowError, RuntimeError, ValueError, SystemExit) as error:
+        raise AtollError(f"there is no Ray cluster at {address} ({first_line(error)})", fix) from None
     for job in jobs:
         if lacking := _lacking(job):
             raise AtollError(f"{job.name} asks for {lacking}", "ray status lists them; correct launch.ray")
