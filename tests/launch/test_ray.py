@@ -167,9 +167,9 @@ def test_nodes_that_cannot_run_it_are_named(
 
     # Nodes whose Atoll is older, and which see an empty folder in place of the campaign.
     old = tmp_path / "old"
-    shutil.copytree(Path(ray_cluster.ROOT / "src" / "atoll"), old / "atoll")
-    init = old / "atoll" / "__init__.py"
-    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.1"', init.read_text()))
+    shutil.copytree(ray_cluster.ROOT / "src" / "atoll", old / "atoll")
+    (old / "atoll-0.0.1.dist-info").mkdir()
+    (old / "atoll-0.0.1.dist-info" / "METADATA").write_text("Name: atoll\nVersion: 0.0.1\n")
     cluster.add("old", PYTHONPATH=str(old))
     line = refused_launch(*placed("old"))
     assert "expert 1 ended with code 2 on 127.0.0.1" in line and "the node has Atoll 0.0.1" in line

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from atoll import __version__
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, first_line
+from atoll.base.format import code_version
 from atoll.base.hashing import sha256
 from atoll.base.text import many
 from atoll.campaign.settings.launch import Placement
@@ -53,8 +53,8 @@ class Keeper:
         self.stopped, self.lock, self.asked = False, threading.Lock(), time.monotonic()
         self.place = f"{ray.util.get_node_ip_address()} (process {os.getpid()})"
         self.itself = ray.get_runtime_context().current_actor
-        if version != __version__:
-            what = f"error: the node has Atoll {__version__}, the launch has {version}"
+        if version != code_version():
+            what = f"error: the node has Atoll {code_version()}, the launch has {version}"
             self._print(f"{what}: install the same version on all nodes")
             self.code = 2
         threading.Thread(target=self._keep, args=(command, env, folder, saves), daemon=True).start()
@@ -151,7 +151,8 @@ class _Actor:
             port = 20000 + int(sha256(self.group.encode())[:6], 16) % 20000
             command = f"exec {job.shell('$ATOLL_HOST', str(port))}"
             actor = ray.remote(Keeper).options(name=name, namespace=NAMESPACE, **options)
-            self.keeper = actor.remote(__version__, command, job.environment, os.getcwd(), job.saves)
+            arguments = (command, job.environment, os.getcwd(), job.saves)
+            self.keeper = actor.remote(code_version(), *arguments)
         self.future = self.keeper.look.remote(0)
 
     def answer(self) -> list[str]:
