@@ -15,11 +15,15 @@ from pathlib import Path
 from helpers import ROOT
 
 PORT = 6379
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atoll-tests" / "ray"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT / "src"),
 }
+# Ray gives up an agent that takes 15 seconds to start, so Python has to keep what it compiles of it.
+if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+    QUIET |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(CACHE)}
 
 
 def why_not() -> str:
@@ -48,11 +52,7 @@ class Cluster:
         else:
             argv += ["--head", "--port", str(PORT), "--include-dashboard", "false"]
             argv += ["--temp-dir", str(self.folder)]
-        # Without its dashboard's web server Ray starts in seconds, and leaves it out where a package is missing.
-        (self.folder / "less").mkdir(exist_ok=True)
-        (self.folder / "less/aiohttp_cors.py").write_text("raise ImportError('not for this test')\n")
         environment = {**os.environ, **QUIET, **variables}
-        environment["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'less'}"
         log = self.folder / f"{name}.log"
         with log.open("wb") as file:
             self.nodes[name] = subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT)

@@ -100,7 +100,7 @@ def test_what_a_run_asks_of_ray(tmp_path: Path, run: Run) -> None:
 def test_without_a_cluster_the_line_comes_soon(tmp_path: Path, run: Run) -> None:
     folder = write_campaign(tmp_path / "c", CHANGES)
     partitioned(folder, CHANGES)
-    refused(run("launch", folder, "--address", "127.0.0.1:1"), "no Ray cluster", "127.0.0.1:1", "ray start")
+    refused(run("launch", folder, "--address", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1", "ray start")
     two = ("--set", "launch.router.ray.address=10.0.0.1:6379")
     refused(
         run("launch", folder, *two), "launch.ray.address is 10.0.0.1:6379 and 127.0.0.1", "name one cluster"
@@ -117,7 +117,7 @@ def test_a_campaign_whose_actors_and_launch_are_killed(
     actor = first.wait_for(r"^expert 0: runs on 127\.0\.0\.1 \(process (\d+)\)")
     until(lambda: commits(folder / "islands/0") > 0, first.text)
     os.kill(int(actor), signal.SIGKILL)
-    assert first.wait_for(r"^expert 0: goes on on 127\.0\.0\.1 \(process (\d+)\)") != actor
+    assert first.wait_for(r"^expert 0: runs again on 127\.0\.0\.1 \(process (\d+)\)") != actor
     first.process.kill()
     first.process.wait()
     second = launch("launch", folder)
@@ -167,9 +167,9 @@ def test_nodes_that_cannot_run_it_are_named(
 
     # Nodes whose Atoll is older, and which see an empty folder in place of the campaign.
     old = tmp_path / "old"
-    shutil.copytree(Path(ray_cluster.ROOT / "src" / "atoll"), old / "atoll")
-    init = old / "atoll" / "__init__.py"
-    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.1"', init.read_text()))
+    shutil.copytree(ray_cluster.ROOT / "src" / "atoll", old / "atoll")
+    (old / "atoll-0.0.1.dist-info").mkdir()
+    (old / "atoll-0.0.1.dist-info" / "METADATA").write_text("Name: atoll\nVersion: 0.0.1\n")
     cluster.add("old", PYTHONPATH=str(old))
     line = refused_launch(*placed("old"))
     assert "expert 1 ended with code 2 on 127.0.0.1" in line and "the node has Atoll 0.0.1" in line

@@ -188,21 +188,16 @@ def adopt(campaign: str, **options: Any) -> None:
 
 @atoll.command()
 @CAMPAIGN
-@click.option(
-    "--on", "target", metavar="LAUNCHER", help="local, slurm, ray, sky or yours; default launch.on."
-)
+@click.option("--on", metavar="LAUNCHER", help="local, slurm, ray, sky or yours; by default launch.on.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, and do nothing.")
 @click.option("--out", type=LOCAL, default=Path("launch"), help="Folder for SkyPilot's files.")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster; by default launch.ray.address.")
 @SETS
-def launch(
-    campaign: str, target: str | None, dry_run: bool, out: Path, address: str | None, sets: tuple[str, ...]
-) -> None:
+def launch(campaign: str, address: str | None, sets: tuple[str, ...], **how: Any) -> None:
     """Do whatever is left: data, partition, all training runs as separate jobs, assembly."""
     from atoll.launch.submit import launch_campaign
 
-    opened = open_campaign(campaign, with_options(sets, "launch.ray.", address=address))
-    launch_campaign(opened, target, dry_run, out)
+    launch_campaign(open_campaign(campaign, with_options(sets, "launch.ray.", address=address)), **how)
 
 
 @atoll.command()

@@ -7,6 +7,7 @@ it saved. Nodes import this module from their own Atoll; what is sent are string
 
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from atoll import __version__
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, first_line
+from atoll.base.format import code_version
 from atoll.base.hashing import sha256
 from atoll.base.text import many
 from atoll.campaign.settings.launch import Placement
@@ -52,8 +53,8 @@ class Keeper:
         self.stopped, self.lock, self.asked = False, threading.Lock(), time.monotonic()
         self.place = f"{ray.util.get_node_ip_address()} (process {os.getpid()})"
         self.itself = ray.get_runtime_context().current_actor
-        if version != __version__:
-            what = f"error: the node has Atoll {__version__}, the launch has {version}"
+        if version != code_version():
+            what = f"error: the node has Atoll {code_version()}, the launch has {version}"
             self._print(f"{what}: install the same version on all nodes")
             self.code = 2
         threading.Thread(target=self._keep, args=(command, env, folder, saves), daemon=True).start()
@@ -150,7 +151,8 @@ class _Actor:
             port = 20000 + int(sha256(self.group.encode())[:6], 16) % 20000
             command = f"exec {job.shell('$ATOLL_HOST', str(port))}"
             actor = ray.remote(Keeper).options(name=name, namespace=NAMESPACE, **options)
-            self.keeper = actor.remote(__version__, command, job.environment, os.getcwd(), job.saves)
+            arguments = (command, job.environment, os.getcwd(), job.saves)
+            self.keeper = actor.remote(code_version(), *arguments)
         self.future = self.keeper.look.remote(0)
 
     def answer(self) -> list[str]:
@@ -169,7 +171,7 @@ class _Actor:
         self.answered = time.monotonic()
         self.last = next((line for line in reversed(lines) if line.strip()), self.last)
         if place != self.place:
-            say(f"{self.job.name}: {'goes on' if self.place else 'runs'} on {place}")
+            say(f"{self.job.name}: {'runs again' if self.place else 'runs'} on {place}")
         self.place = place
         if self.code < 0:
             self.future = self.keeper.look.remote(self.seen)
@@ -195,18 +197,16 @@ def check(jobs: Sequence[Job], site: Site) -> None:
     if len(addresses) > 1:
         raise ConfigError(f"launch.ray.address is {' and '.join(sorted(addresses))}", "name one cluster")
     (address,) = addresses
-    # Without a cluster ray.init would wait for minutes, and then end this process.
-    argv = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     fix = "start one (ray start --head), or launch from one of its nodes with launch.ray.address=HOST:6379"
     try:
-        if subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode:
-            raise AtollError(f"there is no Ray cluster at {address}", fix)
+        # Where nothing listens ray.init would wait for minutes, and then end this process.
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
         quiet = {"log_to_driver": False, "logging_level": "error"}
         ray.init(address, namespace=NAMESPACE, ignore_reinit_error=True, **quiet)
-    except subprocess.TimeoutExpired:
-        raise AtollError(f"no Ray cluster answers at {address}", fix) from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise AtollError(f"cannot join the Ray cluster at {address} ({first_line(error)})", fix) from None
+    except (OSError, OverflowError, RuntimeError, ValueError, SystemExit) as error:
+        raise AtollError(f"there is no Ray cluster at {address} ({first_line(error)})", fix) from None
     for job in jobs:
         if lacking := _lacking(job):
             raise AtollError(f"{job.name} asks for {lacking}", "ray status lists them; correct launch.ray")

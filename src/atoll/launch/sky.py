@@ -12,9 +12,9 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import yaml
 
-import atoll
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
+from atoll.base.format import code_version
 from atoll.base.safe_parse import expanded
 from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
@@ -22,7 +22,7 @@ from atoll.launch.job import Job, Site
 PYTHON, WAITS, ASSEMBLES, ARRAYS = "python", False, False, False
 
 SCRIPT = "launch.sh"
-WHEEL, VERSIONS = f"atoll-{atoll.__version__}-py3-none-any.whl", "constraints.txt"
+WHEEL, VERSIONS = f"atoll-{code_version()}-py3-none-any.whl", "constraints.txt"
 REMOTE = "~/atoll-wheel"
 """Folder of both on a node."""
 RESTARTS = 3  # after errors that are not the loss of a node; a run that cannot go on is not repeated for ever
@@ -141,7 +141,7 @@ def write_wheel(folder: Path) -> None:
     It is made of the files that run here: a checkout or an installed wheel alike, without a build, a registry
     or a compiler.
     """
-    package = Path(atoll.__file__).parent
+    package = Path(__file__).parents[1]
     files = {
         f"atoll/{path.relative_to(package).as_posix()}": path.read_bytes()
         for path in sorted(package.rglob("*"))
@@ -151,7 +151,7 @@ def write_wheel(folder: Path) -> None:
         own = metadata.distribution("atoll")
     except metadata.PackageNotFoundError:
         raise AtollError("this Atoll is not installed", "install its checkout: pip install -e .") from None
-    about = f"atoll-{atoll.__version__}.dist-info"
+    about = f"atoll-{code_version()}.dist-info"
     for name in ("METADATA", "entry_points.txt"):
         files[f"{about}/{name}"] = (own.read_text(name) or "").encode()
     files[f"{about}/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
