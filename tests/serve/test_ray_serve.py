@@ -89,13 +89,9 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
             until(ready, "the application does not answer", 400)
             yield replicas
         finally:
-            for run in runs[-1:]:
-                run.send_signal(signal.SIGINT)
-                try:
-                    run.wait(60)
-                except subprocess.TimeoutExpired:
-                    run.kill()
-                    run.wait()
+            for run in runs[-1:]:  # it only watches; the application ends with the nodes
+                run.kill()
+                run.wait()
             nodes.communicate()
 
 
