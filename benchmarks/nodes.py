@@ -14,8 +14,8 @@ from pathlib import Path
 def main() -> None:
     """Start the nodes, say where they are, and stop them."""
     with tempfile.TemporaryDirectory() as less:
-        # Ray gives a node 15 seconds to start. Without its dashboard's web server it takes few; Ray leaves that
-        # out where this package is missing, for which it looks once, when it is imported.
+        # Ray gives a node 15 seconds to start. Without its dashboard's web server it takes few; Ray leaves
+        # that out where this package is missing, for which it looks once, when it is imported.
         Path(less, "aiohttp_cors.py").write_text("raise ModuleNotFoundError('left out')\n")
         sys.path.insert(0, less)
         os.environ["PYTHONPATH"] = os.pathsep.join([less, *filter(None, [os.environ.get("PYTHONPATH")])])
