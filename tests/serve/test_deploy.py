@@ -191,7 +191,7 @@ def test_what_the_unit_starts_serves_drains_and_leaves_as_systemd_expects(
     answers = list[int]()
 
     def ask() -> None:
-        body = {"prompt": "1", "steps": 250, "n": 10, "routing": "full"}
+        body = {"prompt": "1", "steps": 100, "n": 2, "routing": "full"}
         head = {"Authorization": f"Bearer {KEY}"}
         url = f"{server.address}/v1/images/generations"
         answers.append(httpx.post(url, json=body, headers=head, timeout=100).status_code)
@@ -202,7 +202,7 @@ def test_what_the_unit_starts_serves_drains_and_leaves_as_systemd_expects(
         for thread in threads:
             thread.start()
         with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as client:
-            while "atoll_images_waiting 30.0" not in client.get(f"{server.address}/metrics").text:
+            while "atoll_images_waiting 6.0" not in client.get(f"{server.address}/metrics").text:
                 assert not answers, "a request was answered before all had come"
                 time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
