@@ -129,7 +129,7 @@ def work(
     best = pictures(setup, ROUTING, MANY)
     for steps in at:
         levels = (pictures(setup, name, steps) - best).square().mean().sqrt() * 127.5
-        distance = setup.row(name)[0].distance
+        distance = setup.row(name, setup.drawn(name))[0].distance
         assert distance is not None
         found[steps] = {"distance": distance, "apart": float(levels)}
         if base is not None:

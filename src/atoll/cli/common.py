@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from atoll.base.cores import cores
 from atoll.base.errors import AtollError
 
-if TYPE_CHECKING:  # it takes a second to import
+if TYPE_CHECKING:  # they take a second to import
     from atoll.campaign.folder import Campaign
 
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
@@ -44,21 +42,20 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     return Campaign.open(campaign, sets)
 
 
-def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose work `--processes` of this machine share; a failure of theirs ends this one too."""
+def sharded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose shards `--workers` make first; `part` are those that this process alone is to make."""
 
     @wraps(command)
-    def run(processes: int, **options: Any) -> None:
-        if processes == 1 or "WORLD_SIZE" in os.environ:  # it is one of them
-            return command(**options)
-        spread = ("--nnodes", "1", "--standalone", "--nproc-per-node", str(processes))
-        argv = [sys.executable, "-m", "atoll.launch.torchrun", *spread, "-m", "atoll", *sys.argv[1:]]
-        environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
-        if code := subprocess.run(argv, env=environment, check=False).returncode:
-            raise SystemExit(code)
+    def run(workers: int, part: str | None, **options: Any) -> None:
+        from atoll.data.job import Part
 
-    about = "Processes of this machine that share the work."
-    return click.option("--processes", type=click.IntRange(min=1), default=1, help=about)(run)
+        if workers > 1 and part is None:
+            from atoll.launch.submit import run_workers
+
+            run_workers(workers, *sys.argv[1:])
+        command(part=None if part is None else Part.parse(part), **options)
+
+    return WORKERS(PART(run))
 
 
 def with_options(sets: tuple[str, ...], group: str, **options: Any) -> tuple[str, ...]:
