@@ -142,7 +142,7 @@ def work(
 def pictures(setup: CommonSetup, name: str, steps: int) -> torch.Tensor:
     """Pictures of the first conditions in so many steps, which the setup measures with from then on."""
     setup.override = replace(setup.override, generation=setup.override.generation.with_(steps=steps))
-    drawn = setup.drawn(setup.model(name), name, None, min(SAME, setup.config.samples))
+    drawn = setup.drawn(name, samples=min(SAME, setup.config.samples))
     of = drawn.conditions.of_model
     batches = drawn.candidate.model.generate(of, drawn.generation, len(drawn), batch=SAME)
     return torch.cat([batch.latents.float().cpu().clamp(-1, 1) for batch in batches])
