@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -34,9 +34,6 @@ from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
-
-if TYPE_CHECKING:
-    from atoll.data.job import Part
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of its run tells; torchrun then ends it."""
@@ -281,7 +278,7 @@ def sample(
 @click.option("--out", default=".", help="Where reports/seeds.json of several goes.")
 @SETS
 @sharded
-def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...], part: "Part | None") -> None:
+def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...], part: Any) -> None:
     """Measure monolith, student, and the ensemble under every strategy.
 
     Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
@@ -323,7 +320,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...], part: 
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
 @sharded
-def evaluate(campaign: str | None, listed: bool, part: "Part | None", **options: Any) -> None:
+def evaluate(campaign: str | None, listed: bool, part: Any, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
     from atoll.measure import request
 
@@ -344,7 +341,7 @@ def evaluate(campaign: str | None, listed: bool, part: "Part | None", **options:
 @CAMPAIGN
 @SETS
 @sharded
-def diagnose(campaign: str, sets: tuple[str, ...], part: "Part | None") -> None:
+def diagnose(campaign: str, sets: tuple[str, ...], part: Any) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
     opened = open_campaign(campaign, sets)
     from atoll.measure.diagnosis import stage

@@ -9,7 +9,7 @@ finished. Until then the pretrained network is what there is.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -248,52 +248,49 @@ def compare(campaign: Campaign, part: Part | None = None) -> Comparison | None:
         ConfigError: a strategy or a curve that is not possible here.
         DataError: there are too few rows to judge by.
     """
-    with using_threads(campaign.config.compare.threads):
-        return _compared(campaign, part)
-
-
-def _compared(campaign: Campaign, part: Part | None) -> Comparison | None:
-    store, config, setup = campaign.store, campaign.config.compare, CommonSetup(campaign)
-    parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
-    key = digest(
-        {
-            "parts": parts,
-            "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
-            "strategies": setup.strategies,
-            "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
-        }
-    )
-    result = Comparison.known(store, key)
-    missing = setup.missing(result)
-    if result is not None and not missing:
-        say("compare: finished already")
+    store, config = campaign.store, campaign.config.compare
+    with using_threads(config.threads):
+        setup = CommonSetup(campaign)
+        parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
+        key = digest(
+            {
+                "parts": parts,
+                "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
+                "strategies": setup.strategies,
+                "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
+            }
+        )
+        result = Comparison.known(store, key)
+        missing = setup.missing(result)
+        if result is not None and not missing:
+            say("compare: finished already")
+            return result
+        # A curve that is not possible is refused before anything is drawn.
+        curve = TrainingCurve(setup) if "curve" in missing else None
+        setup.load()
+        if part is not None:
+            for reference in (setup.fitted, setup.reference):
+                reference.write_part(setup.encoder, config.batch, part)
+            setup.judge(config.samples).write_part(setup.floor, part)
+            for name in (*setup.dense, *setup.strategies):
+                setup.judge(config.samples).write_part(setup.drawn(name), part, keep=True)
+            scales = setup.swept() if "sweep" in missing else ()
+            stages = curve.drawn(setup.extras["curve"]) if curve else ()
+            for _, _, drawn in chain(scales, stages):
+                setup.judge(len(drawn)).write_part(drawn, part)
+            return None
+        if result is None:
+            result = _table(setup, key, parts)
+            result.write(store)
+        # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
+        for name in missing:
+            start, asked = time.monotonic(), setup.extras[name]
+            tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
+            seconds = round(result.seconds + time.monotonic() - start, 1)
+            extended = result.tables.model_copy(update=tables)
+            result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
+            result.write(store)
         return result
-    # A curve that is not possible is refused before anything is drawn.
-    curve = TrainingCurve(setup) if "curve" in missing else None
-    setup.load()
-    if part is not None:
-        for reference in (setup.fitted, setup.reference):
-            reference.write_part(setup.encoder, config.batch, part)
-        setup.judge(config.samples).write_part(setup.floor, part)
-        for name in (*setup.dense, *setup.strategies):
-            setup.judge(config.samples).write_part(setup.drawn(name), part, keep=True)
-        scales = swept(setup, setup.extras["sweep"]) if "sweep" in missing else ()
-        stages = curve.drawn(setup.extras["curve"]) if curve else ()
-        for _, _, drawn in chain(scales, stages):
-            setup.judge(len(drawn)).write_part(drawn, part)
-        return None
-    if result is None:
-        result = _table(setup, key, parts)
-        result.write(store)
-    # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
-    for name in missing:
-        start, asked = time.monotonic(), setup.extras[name]
-        tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
-        seconds = round(result.seconds + time.monotonic() - start, 1)
-        extended = result.tables.model_copy(update=tables)
-        result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
-        result.write(store)
-    return result
 
 
 def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
@@ -437,17 +434,11 @@ def _shown(setup: CommonSetup) -> RowConditions:
     return RowConditions(train, index, clusters[index], "train")
 
 
-def swept(setup: CommonSetup, asked: Mapping[str, Any]) -> Iterator[tuple[str, float, Drawn]]:
-    """Every one of the `models` at every one of the rising `guidances`, and its samples."""
-    for name, scale in product(asked["models"], asked["guidances"]):
-        yield name, scale, setup.drawn(name, guidance=scale)
-
-
 def sweep(setup: CommonSetup, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Every model at every guidance scale, and each at its best."""
     say(f"compare: guidance {', '.join(f'{scale:g}' for scale in asked['guidances'])}")
     rows = []
-    for name, scale, drawn in swept(setup, asked):
+    for name, scale, drawn in setup.swept():
         row, _, new = setup.row(name, drawn)
         show_point(row, f"guidance {scale:<6g}", new)
         numbers = row.model_dump(include={"distance", "precision", "recall"})

@@ -1,6 +1,8 @@
 """What all points of one comparison share: what was asked for, conditions, judge and models."""
 
+from collections.abc import Iterator
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 from atoll.base.device import own_device
@@ -166,6 +168,11 @@ class CommonSetup:
         generation = self.override.generation.with_(**candidate.model.card.sampling)
         generation = generation.with_(routing=routing, guidance=guidance)
         return Drawn(candidate, generation, self.conditions.first(samples or self.config.samples))
+
+    def swept(self) -> Iterator[tuple[str, float, Drawn]]:
+        """Every model of the sweep at every one of its rising guidance scales, and its samples."""
+        for name, scale in product(self.extras["sweep"]["models"], self.extras["sweep"]["guidances"]):
+            yield name, scale, self.drawn(name, guidance=scale)
 
     def row(
         self, name: str, drawn: Drawn, keep: bool = False

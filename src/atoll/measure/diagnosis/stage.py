@@ -177,14 +177,12 @@ class _Look:
         for split in config.splits:
             samples = samples_of(self.campaign, self.dataset, split, self.router)
             add("answers", split, min(len(samples), config.rows), partial(self._answers, samples))
-        for name, model in self.models.items():
+        for name, (candidate, routing) in self.models.items():
             if name in self.routings or len(self.heldout):  # else nothing would judge them
                 judged = self.own_space or name not in [*self.routings][1:]
-                add("samples", name, config.samples, partial(self._draw, *model, judged))
-        # Every strategy and the monolith again, on the first of the samples.
-        for name, model in self.models.items():
-            if count := min(config.probed, config.samples):
-                add("reactions", name, count, partial(self._react, *model))
+                add("samples", name, config.samples, partial(self._draw, candidate, routing, judged))
+            if count := min(config.probed, config.samples):  # the first of them again
+                add("reactions", name, count, partial(self._react, candidate, routing))
         if self.encoder is not None and len(self.heldout) and self._column(self.encoder) is None:
             for split, rows in (("heldout", self.heldout), ("train", self.train)):
                 pictures, how = Rows(self.dataset, split, rows), (f"{split} pictures", config.batch)
