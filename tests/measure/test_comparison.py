@@ -69,9 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, stop: Drawing | None = None) -> lis
     real = models.Drawn.batches
 
     def noted(self: models.Drawn, part: range, batch: int) -> Any:
-        if (
-            len(self) > 4 and not part.start
-        ):  # the pictures to look at are not counted, and first shards alone
+        if len(self) > 4 and not part.start:  # not the pictures to look at, and first shards alone
             drawing = (self.about["routing"], self.generation.guidance, len(self))
             if drawing == stop:
                 raise KeyboardInterrupt
