@@ -129,7 +129,7 @@ def work(
     best = pictures(setup, ROUTING, MANY)
     for steps in at:
         levels = (pictures(setup, name, steps) - best).square().mean().sqrt() * 127.5
-        distance = setup.row(name)[0].distance
+        distance = setup.row(name, setup.drawn(name))[0].distance
         assert distance is not None
         found[steps] = {"distance": distance, "apart": float(levels)}
         if base is not None:
@@ -142,7 +142,7 @@ def work(
 def pictures(setup: CommonSetup, name: str, steps: int) -> torch.Tensor:
     """Pictures of the first conditions in so many steps, which the setup measures with from then on."""
     setup.override = replace(setup.override, generation=setup.override.generation.with_(steps=steps))
-    drawn = setup.drawn(setup.model(name), name, None, min(SAME, setup.config.samples))
+    drawn = setup.drawn(name, samples=min(SAME, setup.config.samples))
     of = drawn.conditions.of_model
     batches = drawn.candidate.model.generate(of, drawn.generation, len(drawn), batch=SAME)
     return torch.cat([batch.latents.float().cpu().clamp(-1, 1) for batch in batches])

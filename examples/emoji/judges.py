@@ -29,7 +29,7 @@ from atoll.encoders.vision import extractor
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.projection import Projection
 from atoll.measure.models import Candidate, Drawn, RowConditions, published, samples_of
-from atoll.measure.pictures import Folder, Rows, extract
+from atoll.measure.pictures import Features, Folder, Rows, extraction
 from atoll.measure.points import evaluate
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
@@ -190,9 +190,11 @@ class Album:
         }
         alone = real_apart > TWINS[0]
         encoder = extractor(self.campaign.config.evaluate.extractor, extractor_size)
-        drawn = extract(Folder(self.folder), encoder, "pictures", 250)
-        real = extract(Rows(self.campaign.dataset(), self.conditions.split), encoder, "reference", 250)
-        assert drawn is not None and real is not None
+        pictures = Folder(self.folder), Rows(self.campaign.dataset(), self.conditions.split)
+        both = [extraction(self.campaign.store, each, encoder, "pictures", 250) for each in pictures]
+        drawn, real = (Features.of(rows.whole()) for rows in both)
+        for rows in both:
+            rows.tidy()
         axes, kept = Projection.fit(real.rows[alone], components), alone[self.conditions.index]
         distance = frechet_distance(axes(drawn.rows[kept]), axes(real.rows[alone]))
         return {"without twins": distance, **shares}

@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
 from atoll.store.signatures import new_key, sign, signer
 from atoll.store.store import Store
-from helpers import Answer, Run, atoll, entries, of_no_number, refused
+from helpers import Answer, Run, atoll, entries, of_no_number, refused, start
 
 Drawing = tuple[str | None, float, int]
 
@@ -67,7 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, stop: Drawing | None = None) -> lis
     real = models.Drawn.batches
 
     def noted(self: models.Drawn, part: range, batch: int) -> Any:
-        if len(self) > 4:  # the pictures to look at are not counted
+        if len(self) > 4 and not part.start:  # not the pictures to look at, and first shards alone
             drawing = (self.about["routing"], self.generation.guidance, len(self))
             if drawing == stop:
                 raise KeyboardInterrupt
@@ -610,24 +612,87 @@ def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: in
     assert (again.pixels == many.pixels).all() and (again.features == many.features).all()
 
 
+# In parts. `PARTED` makes three shards of a point.
+
+PARTED = [
+    "samples=40",
+    "batch=4",
+    "steps=3",
+    "guidances=[1,3]",
+    "sweep=[top-1,once]",
+    "curve=true",
+    "shown=2",
+]
+SET = [word for setting in PARTED for word in ("--set", f"compare.{setting}")]
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """All that a comparison wrote but what it took: the JSON, and bytes of tables, samples and pictures."""
+    tree = json.loads((folder / "reports/compare.json").read_text())
+    del tree["seconds"]
+    for row in tree["rows"]:
+        del row["seconds"]
+    files = [
+        path for path in (folder / "reports").rglob("*") if path.suffix in (".safetensors", ".png", ".csv")
+    ]
+    return tree, {
+        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "models.csv"
+    }
+
+
+def shards(folder: Path) -> dict[Path, int]:
+    """Shards that lie there, and when they were written."""
+    return {path: path.stat().st_mtime_ns for path in (folder / "reports/work").glob("*/*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def serial(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compared by one process."""
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("serial") / "c"))
+    done = atoll("compare", folder, *SET)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.slow
-def test_three_processes_compare_to_the_bit_what_one_compares(made: Path, tmp_path: Path) -> None:
-    """Points, samples, table, guidance sweep and pictures; by-expert batches and a share that is shorter."""
-    sets = ["compare.samples=40", "compare.batch=12", "compare.guidances=[1,3]", "compare.sweep=[top-1,once]"]
-    argv = [word for setting in sets for word in ("--set", setting)]
-    found = []
-    for processes in ("1", "3"):
-        folder = Path(shutil.copytree(made, tmp_path / processes))
-        shutil.rmtree(folder / "reports", ignore_errors=True)
-        done = atoll("compare", folder, *argv, "--processes", processes)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("compare: 40 pictures each") == 1, done.stdout
-        tree = json.loads((folder / "reports/compare.json").read_text())
-        del tree["seconds"]
-        for row in tree["rows"]:
-            del row["seconds"]
-        files = [*folder.glob("reports/points/*.safetensors"), *folder.glob("reports/compare/*/*.png")]
-        found.append((tree, {path.relative_to(folder): path.read_bytes() for path in files}))
-        costs = [json.loads(path.read_text())["cost"] for path in folder.glob("reports/points/*.json")]
-        assert {cost["processes"] for cost in costs} == {float(processes)}
-    assert len(found[0][1]) == 3 + 16 and found[0] == found[1]
+def test_three_workers_compare_to_the_bit_what_one_process_compares(
+    made: Path, serial: Path, tmp_path: Path
+) -> None:
+    """Points, samples, table, guidance sweep, curve and pictures; by-expert batches and a shorter shard."""
+    folder = Path(shutil.copytree(made, tmp_path / "c"))
+    done = atoll("compare", folder, *SET, "--workers", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compare: 40 pictures each") == 1, done.stdout
+    tree, files = outcome(folder)
+    assert len(tree["tables"]) >= 4 and len(files) > 10 and (tree, files) == outcome(serial)
+    assert not list((folder / "reports/work").iterdir())
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_one_shard(
+    made: Path, serial: Path, tmp_path: Path, run: Run, draws: list[Drawing]
+) -> None:
+    """Killed in the middle and run again: what was there stays as it was, but for a damaged file, and who
+    finishes draws nothing."""
+    folder = Path(shutil.copytree(made, tmp_path / "c"))
+    worker = start("compare", folder, *SET, "--part", "1/1")
+    try:
+        while len(before := shards(folder)) < 8 and worker.poll() is None:
+            time.sleep(0.02)
+        worker.kill()
+    finally:
+        worker.kill()
+        worker.communicate()
+    assert worker.returncode == -signal.SIGKILL
+    before = shards(folder)
+    spoilt = min(before, key=before.__getitem__)
+    content = bytearray(spoilt.read_bytes())
+    content[-1] ^= 1
+    spoilt.write_bytes(content)
+    again = atoll("compare", folder, *SET, "--part", "1/1")
+    assert again.returncode == 0 and not (folder / "reports/compare.json").exists(), again.stderr
+    after = shards(folder)
+    assert len(after) > len(before) >= 8 and spoilt in after
+    assert {path for path, written in before.items() if after[path] != written} == {spoilt}
+    assert run("compare", folder, *SET).code == 0 and draws == []
+    assert outcome(folder) == outcome(serial)

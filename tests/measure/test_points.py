@@ -14,11 +14,10 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from atoll.base.errors import DataError, StoreError
-from atoll.base.processes import ProcessGroup
 from atoll.encoders.vision import VisionEncoder, vision_encoder
-from atoll.measure import pictures
-from atoll.measure.pictures import Batch, Folder, extract, share
+from atoll.measure.pictures import Batch, Features, Folder, extraction
 from atoll.measure.points import Reference, Statistics, reference_of
+from atoll.measure.shards import FEW
 from atoll.store.store import Store
 from helpers_extractors import save_pictures
 
@@ -41,9 +40,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def features(one: Reference, encoder: VisionEncoder) -> np.ndarray:
-    made = one.features(encoder, 8, ProcessGroup())
-    assert made is not None
-    return made.rows
+    return one.features(encoder, 8).rows
 
 
 def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEncoder, store: Store) -> None:
@@ -103,6 +100,7 @@ class Shuffled:
     size: tuple[int, int] = (4, 4)
     subject: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+    reusable: bool = True
 
     def __len__(self) -> int:
         return self.count
@@ -122,52 +120,26 @@ class Grey:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
+    def producer(self) -> dict[str, Any]:
+        return PRODUCER
+
     def encode(self, pictures: list[Image.Image]) -> torch.Tensor:
         self.seen.append(len(pictures))
         return torch.tensor([[float(np.asarray(p)[0, 0]), 1.0] for p in pictures])
 
 
-def test_rows_are_by_number_and_the_extractor_sees_as_many_however_they_are_drawn() -> None:
-    seen = []
-    for batch in (7, 30, 200):
-        encoder = Grey()
-        made = extract(Shuffled(150), cast(VisionEncoder, encoder), "greys", batch)
-        assert made is not None and made.rows[:, 0].tolist() == list(range(150))
-        seen.append(encoder.seen)
-    assert seen == [[64, 64, 22]] * 3
+@pytest.mark.parametrize("batch", [1, 7, 30, 200])
+def test_rows_are_by_number_and_the_extractor_never_sees_few(store: Store, batch: int) -> None:
+    encoder = Grey()
+    rows = extraction(store, Shuffled(150), cast(VisionEncoder, encoder), "greys", batch)
+    assert Features.of(rows.whole()).rows[:, 0].tolist() == list(range(150))
+    assert min(encoder.seen) >= FEW and max(encoder.seen) <= 64
 
 
-def test_captions_are_scored_with_their_pictures() -> None:
+def test_captions_are_scored_with_their_pictures(store: Store) -> None:
     def scorer(encoder: Any, rows: np.ndarray, captions: list[str]) -> np.ndarray:
         assert [str(int(row)) for row in rows[:, 0]] == captions
         return rows[:, 0] * 2.0
 
-    made = extract(Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, scorers={"twice": scorer})
-    assert made is not None and made.scores["twice"].tolist() == [2.0 * n for n in range(90)]
-
-
-def test_processes_bring_their_shares_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes one after the other, with a letter box between them."""
-    box: list[torch.Tensor] = []
-
-    def send_to_first(self: ProcessGroup, tensors: list[torch.Tensor], rank: int) -> None:
-        for tensor in tensors:
-            if self.rank == rank:
-                box.append(tensor.clone())
-            else:
-                tensor.copy_(box.pop(0))
-
-    monkeypatch.setattr(pictures.ProcessGroup, "send_to_first", send_to_first)
-    source, encoder = Shuffled(45), cast(VisionEncoder, Grey())
-    assert extract(source, encoder, "greys", 8, ProcessGroup(1, 2)) is None
-    whole = extract(source, encoder, "greys", 8, ProcessGroup(0, 2))
-    assert whole is not None and whole.rows[:, 0].tolist() == list(range(45))
-
-
-@pytest.mark.parametrize(
-    ("count", "batch", "size"), [(45, 8, 2), (45, 8, 7), (3, 8, 2), (16, 8, 3), (8, 1, 8)]
-)
-def test_shares_are_whole_batches_of_all_pictures(count: int, batch: int, size: int) -> None:
-    parts = [share(count, batch, rank, size) for rank in range(size)]
-    assert [number for part in parts for number in part] == list(range(count))
-    assert all(part.start % batch == 0 for part in parts if part)
+    rows = extraction(store, Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, {"twice": scorer})
+    assert Features.of(rows.whole()).scores["twice"].tolist() == [2.0 * n for n in range(90)]

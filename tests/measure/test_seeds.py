@@ -109,8 +109,13 @@ def report(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_each_is_compared_and_all_are_one_table(pair: tuple[Path, Path], tmp_path: Path, run: Run) -> None:
+    for number in (1, 2):
+        assert run("compare", *pair, "--out", tmp_path, "--part", f"{number}/2").code == 0
+    assert not list(tmp_path.rglob("seeds.json"))
+    assert all(list(folder.glob("reports/work/*/*.safetensors")) for folder in pair)
     answer = run("compare", *pair, "--out", tmp_path)
     assert answer.code == 0, answer
+    assert not [path for folder in pair for path in folder.glob("reports/work/*")]
     assert "over 2 seeds" in answer.out and "distance / monolith" in answer.out
     seeds = json.loads((tmp_path / "reports/seeds.json").read_text())
     each = [json.loads((folder / "reports/compare.json").read_text()) for folder in pair]

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,15 +88,6 @@ class ProcessGroup:
             with named("a checkpoint's tensor"):
                 dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: gloo knows few dtypes
             yield name, value
-
-    def send_to_first(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Bring what `rank` holds in these CPU tensors to rank 0, whose own are overwritten; both call it."""
-        with named(f"the results of process {rank}"):
-            for tensor in tensors:
-                if self.first:
-                    dist.recv(tensor, rank)
-                else:
-                    dist.send(tensor, 0)
 
     def _gather(self, message: Any) -> list[Any]:
         # It takes the CPU's backend: NCCL would first wait for all that the GPU has queued.

@@ -84,7 +84,7 @@ class MeasuredPoint(File):
     protocol: Protocol = column("How.")
     values: dict[str, MeasuredValue] = column("Numbers by metric.")
     cost: dict[str, float | None] = {}
-    """Seconds, processes; of a model also what a step of one sample takes."""
+    """Seconds of all processes together; of a model also what a step of one sample takes."""
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from atoll.base.cores import cores
 from atoll.base.errors import AtollError
 
-if TYPE_CHECKING:  # it takes a second to import
+if TYPE_CHECKING:  # they take a second to import
     from atoll.campaign.folder import Campaign
 
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
@@ -47,7 +45,7 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     return Campaign.open(campaign, sets)
 
 
-def work_is_left(campaign: "Campaign", workers: int, part: str | None, on: str, *words: str) -> bool:
+def work_is_left(campaign: "Campaign | None", workers: int, part: str | None, on: str, *words: str) -> bool:
     """Whether this process goes on: with its own part, or with what workers left for it to put together."""
     if part is not None or (workers == 1 and on == "local"):
         return True
@@ -56,21 +54,28 @@ def work_is_left(campaign: "Campaign", workers: int, part: str | None, on: str, 
     return run_workers(workers, *words, on=on, campaign=campaign)
 
 
-def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose work `--processes` of this machine share; a failure of theirs ends this one too."""
+def sharded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose shards workers make first; `part` are those that this process alone is to make."""
 
     @wraps(command)
-    def run(processes: int, **options: Any) -> None:
-        if processes == 1 or "WORLD_SIZE" in os.environ:  # it is one of them
-            return command(**options)
-        spread = ("--nnodes", "1", "--standalone", "--nproc-per-node", str(processes))
-        argv = [sys.executable, "-m", "atoll.launch.torchrun", *spread, "-m", "atoll", *sys.argv[1:]]
-        environment = {"OMP_NUM_THREADS": str(max(1, cores() // processes)), **os.environ}
-        if code := subprocess.run(argv, env=environment, check=False).returncode:
-            raise SystemExit(code)
+    def run(workers: int, part: str | None, on: str, **options: Any) -> None:
+        from atoll.data.job import Part
 
-    about = "Processes of this machine that share the work."
-    return click.option("--processes", type=click.IntRange(min=1), default=1, help=about)(run)
+        named, campaign = options.get("campaign") or next(iter(options.get("campaigns", ())), None), None
+        if on != "local" and part is None:
+            if named is None:
+                raise AtollError(f"--on {on} needs a campaign", "name one, or leave --on out")
+            campaign = open_campaign(named)
+        words, given = list[str](), iter(sys.argv[1:])
+        for word in given:  # a worker, and the job that comes after all of them, are to start no others
+            if word.partition("=")[0] not in ("--workers", "--on"):
+                words.append(word)
+            elif "=" not in word:
+                next(given)
+        if work_is_left(campaign, workers, part, on, *words):
+            command(part=None if part is None else Part.parse(part), **options)
+
+    return WORKERS(PART(ON(run)))
 
 
 def with_options(sets: tuple[str, ...], group: str, **options: Any) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from atoll.cli.common import (
     STEPS,
     LocalPath,
     open_campaign,
-    shared,
+    sharded,
     with_options,
 )
 from atoll.cli.concepts import concepts, filter_rows
@@ -278,8 +278,8 @@ def sample(
 @click.argument("campaigns", metavar="CAMPAIGN...", nargs=-1, required=True)
 @click.option("--out", default=".", help="Where reports/seeds.json of several goes.")
 @SETS
-@shared
-def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> None:
+@sharded
+def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...], part: Any) -> None:
     """Measure monolith, student, and the ensemble under every strategy.
 
     Several CAMPAIGNs that differ in their seed are measured one by one, then held side by side: median and
@@ -291,9 +291,9 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
     from atoll.store.store import Store
 
     if len(opened) == 1:
-        compare(opened[0])
+        compare(opened[0], part)
     else:
-        compare_seeds(opened, Store.open(out, create=True))
+        compare_seeds(opened, Store.open(out, create=True), part)
 
 
 @atoll.command()
@@ -320,8 +320,8 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...]) -> Non
 @click.option("--out", default=".", help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
 @SETS
-@shared
-def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
+@sharded
+def evaluate(campaign: str | None, listed: bool, part: Any, **options: Any) -> None:
     """Measure one model of CAMPAIGN, or a folder of pictures, and write reports/evaluate/."""
     from atoll.measure import request
 
@@ -335,19 +335,19 @@ def evaluate(campaign: str | None, listed: bool, **options: Any) -> None:
     request.check_metrics(config.metrics)
     from atoll.measure.points import evaluate as measure
 
-    measure(opened, config, **arguments)
+    measure(opened, config, part=part, **arguments)
 
 
 @atoll.command()
 @CAMPAIGN
 @SETS
-@shared
-def diagnose(campaign: str, sets: tuple[str, ...]) -> None:
+@sharded
+def diagnose(campaign: str, sets: tuple[str, ...], part: Any) -> None:
     """Why the ensemble is good or bad: router, experts by cluster and time, usage, copied pictures."""
     opened = open_campaign(campaign, sets)
     from atoll.measure.diagnosis import stage
 
-    stage.diagnose(opened)
+    stage.diagnose(opened, part)
 
 
 @atoll.command()

@@ -7,21 +7,20 @@ finished. Until then the pretrained network is what there is.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from atoll.base.console import say
-from atoll.base.device import weights_dtype
+from atoll.base.device import using_threads, weights_dtype
 from atoll.base.errors import ConfigError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.pictures import png
-from atoll.base.processes import ProcessGroup
 from atoll.base.table import ratio_of
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import pretrain_finished
@@ -40,10 +39,10 @@ from atoll.campaign.milestones import Milestone, TrainingRun
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.measure import EXTRA
+from atoll.data.job import Part
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
-from atoll.measure.models import WIDE, Candidate, RowConditions
-from atoll.measure.pictures import sharing
+from atoll.measure.models import WIDE, Candidate, Drawn, RowConditions
 from atoll.measure.same_noise import SavedSamples, pair_table
 from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.model.bank import Bank
@@ -127,7 +126,7 @@ class TrainingCurve:
         """A model at a stage, by its name or a strategy's; its weights are loaded when it first draws."""
         setup, chosen = self.setup, point.chosen
         if not chosen:
-            return setup.model(name)
+            return setup.published(name if name in self.single else ENSEMBLE)
         if name in self.single:
             run = self.single[name]
             model = Model(lambda: Bank([run.load(chosen[name], setup.device)]), run.card, setup.device)
@@ -151,31 +150,35 @@ class TrainingCurve:
         missing = sorted(set(range(k)) - set(self.experts))
         return Candidate(ENSEMBLE, point.weights, Model(assembled, setup.router, device), missing)
 
+    def drawn(self, asked: Mapping[str, Any]) -> Iterator[tuple[CurvePoint, str, Drawn]]:
+        """Every point and model, and its samples; asked for are `strategies` of the ensemble, and `samples`
+        of each point."""
+        points = [(point, [name]) for name in self.single for point in self.dense(name)]
+        points += [(point, list(asked["strategies"])) for point in self.ensemble()]
+        for point, names in points:
+            candidate = self.candidate(point, names[0])  # for all strategies: it is loaded once
+            for name in names:
+                yield point, name, self.setup.drawn(name, candidate, samples=asked["samples"])
+
 
 def training_curve(setup: CommonSetup, curve: TrainingCurve, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Every model after every part of its training, and when each is as good as the finished monolith; asked
-    for are `strategies` of the ensemble, and `samples` of each point."""
-    strategies, samples = asked["strategies"], asked["samples"]
-    say(f"compare: on the way of the training, {samples:,} pictures each")
+    """Every model after every part of its training, and when each is as good as the finished monolith."""
+    say(f"compare: on the way of the training, {asked['samples']:,} pictures each")
     base = curve.single[BASE].card.train_flops if BASE in curve.single else None
-    points = [(point, [name]) for name in curve.single for point in curve.dense(name)]
-    points += [(point, list(strategies)) for point in curve.ensemble()]
     rows = []
-    for point, names in points:
-        candidate = curve.candidate(point, names[0])  # for all strategies: it is loaded once
-        for name in names:
-            row, _, new = setup.row(name, candidate, samples=samples)
-            show_point(row, f"{point.share:6.1%} trained", new)
-            rows.append(
-                CurveRow(
-                    model=name,
-                    share=point.share,
-                    train_flops=point.train_flops,
-                    of_monolith=ratio_of(point.train_flops, base),
-                    **row.model_dump(include={"distance", "precision", "recall"}),
-                )
+    for point, name, drawn in curve.drawn(asked):
+        row, _, new = setup.row(name, drawn)
+        show_point(row, f"{point.share:6.1%} trained", new)
+        rows.append(
+            CurveRow(
+                model=name,
+                share=point.share,
+                train_flops=point.train_flops,
+                of_monolith=ratio_of(point.train_flops, base),
+                **row.model_dump(include={"distance", "precision", "recall"}),
             )
-    order = [*curve.single, *strategies]
+        )
+    order = [*curve.single, *asked["strategies"]]
     rows.sort(key=lambda row: order.index(row.model))
     reach = reach_table(rows, "pretrain" if "pretrain" in curve.single else None)
     for reached in reach:
@@ -233,50 +236,61 @@ def reach_table(rows: Sequence[CurveRow], start: str | None = None) -> list[Reac
 FOLDER = "reports/compare"
 
 
-def compare(campaign: Campaign, world: ProcessGroup | None = None) -> Comparison:
+def compare(campaign: Campaign, part: Part | None = None) -> Comparison | None:
     """Measure monolith, student, strategies; a comparison of the same parts and settings is not repeated.
 
     Every point that was measured is kept, so a comparison that was stopped goes on where it was, and one with
-    other settings draws what is new.
+    other settings draws what is new. With `part` shards of pictures are drawn, and nothing is compared: None,
+    unless all is known.
 
     Raises:
         StoreError: there is no ensemble, or a part is damaged.
         ConfigError: a strategy or a curve that is not possible here.
         DataError: there are too few rows to judge by.
     """
-    if world is None:
-        with sharing(campaign.config.compare.threads) as world:
-            return compare(campaign, world)
-    store, config, setup = campaign.store, campaign.config.compare, CommonSetup(campaign, world)
-    parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
-    key = digest(
-        {
-            "parts": parts,
-            "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
-            "strategies": setup.strategies,
-            "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
-        }
-    )
-    result = world.once(lambda: Comparison.known(store, key))
-    missing = setup.missing(result)
-    if result is not None and not missing:
-        say("compare: finished already")
+    store, config = campaign.store, campaign.config.compare
+    with using_threads(config.threads):
+        setup = CommonSetup(campaign)
+        parts = setup.content.parts | {name: card.weights_sha256 for name, card in setup.dense.items()}
+        key = digest(
+            {
+                "parts": parts,
+                "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
+                "strategies": setup.strategies,
+                "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
+            }
+        )
+        result = Comparison.known(store, key)
+        missing = setup.missing(result)
+        if result is not None and not missing:
+            say("compare: finished already")
+            return result
+        # A curve that is not possible is refused before anything is drawn.
+        curve = TrainingCurve(setup) if "curve" in missing else None
+        setup.load()
+        if part is not None:
+            for reference in (setup.fitted, setup.reference):
+                reference.write_part(setup.encoder, config.batch, part)
+            setup.judge(config.samples).write_part(setup.floor, part)
+            for name in (*setup.dense, *setup.strategies):
+                setup.judge(config.samples).write_part(setup.drawn(name), part, keep=True)
+            scales = setup.swept() if "sweep" in missing else ()
+            stages = curve.drawn(setup.extras["curve"]) if curve else ()
+            for _, _, drawn in chain(scales, stages):
+                setup.judge(len(drawn)).write_part(drawn, part)
+            return None
+        if result is None:
+            result = _table(setup, key, parts)
+            result.write(store)
+        # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
+        for name in missing:
+            start, asked = time.monotonic(), setup.extras[name]
+            tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
+            seconds = round(result.seconds + time.monotonic() - start, 1)
+            extended = result.tables.model_copy(update=tables)
+            result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
+            result.write(store)
         return result
-    # A curve that is not possible is refused before anything is drawn.
-    curve = TrainingCurve(setup) if "curve" in missing else None
-    setup.load()
-    if result is None:
-        result = _table(setup, key, parts)
-        world.once(partial(result.write, store))
-    # The table stands before sweep and curve are drawn: they take longest, and a stop costs only them.
-    for name in missing:
-        start, asked = time.monotonic(), setup.extras[name]
-        tables = training_curve(setup, curve, asked) if curve and name == "curve" else sweep(setup, asked)
-        seconds = round(result.seconds + time.monotonic() - start, 1)
-        extended = result.tables.model_copy(update=tables)
-        result = result.model_copy(update={name: asked, "tables": extended, "seconds": seconds})
-        world.once(partial(result.write, store))
-    return result
 
 
 def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
@@ -290,17 +304,17 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     rows: list[ComparedModel] = []
     samples, weights = dict[str, SavedSamples](), dict[str, Any]()
     for name in (*setup.dense, *setup.strategies):
-        row, saved, _ = setup.row(name, keep=True)
+        row, saved, _ = setup.row(name, setup.drawn(name), keep=True)
         if saved is not None:
             samples[name] = saved
         rows.append(row)
-        if drawn_by := setup.world.once(partial(show_pictures, setup, name, shown)):
+        if drawn_by := show_pictures(setup, name, shown):
             weights[name] = drawn_by
         say(
             f"  {name:<{WIDE}} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
             f" (router {row.router_share:.1%})   {row.seconds:.0f} s"
         )
-    for number, index in enumerate(shown.index if setup.world.first else ()):
+    for number, index in enumerate(shown.index):
         picture = setup.dataset.image(int(setup.train.rows[index]))
         store.put(f"{FOLDER}/data/{number:02d}.png", png(picture))
 
@@ -348,7 +362,7 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
 def show_pictures(setup: CommonSetup, name: str, shown: RowConditions) -> list[Any]:
     """Write the pictures to look at of a model; of an ensemble, the weights of its experts."""
     # Their seed is another one than the points': nobody should pick a favourite among pictures that count.
-    drawn = setup.drawn(setup.model(name), name, None, 0)
+    drawn = setup.drawn(name)
     drawn = replace(drawn, generation=drawn.generation.with_(seed=setup.seed + 1), conditions=shown)
     traces, numbers = list[Trace](), list[int]()
     for batch in drawn.batches(range(len(shown)), setup.config.batch):
@@ -366,7 +380,7 @@ def show_pictures(setup: CommonSetup, name: str, shown: RowConditions) -> list[A
 def _metric(setup: CommonSetup) -> dict[str, Any]:
     """What the numbers are."""
     config, judge = setup.config, setup.judge(setup.config.samples)
-    real, _, _ = judge.measure(setup.training("floor", config.samples))
+    real, _, _ = judge.measure(setup.floor)
     partition, generation = setup.partition.about.encoder or {}, setup.override.generation
     return {
         "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",
@@ -421,15 +435,14 @@ def _shown(setup: CommonSetup) -> RowConditions:
 
 
 def sweep(setup: CommonSetup, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Every one of the `models` at every one of the rising `guidances`, and each at its best."""
+    """Every model at every guidance scale, and each at its best."""
     say(f"compare: guidance {', '.join(f'{scale:g}' for scale in asked['guidances'])}")
     rows = []
-    for name in asked["models"]:
-        for scale in asked["guidances"]:
-            row, _, new = setup.row(name, guidance=scale)
-            show_point(row, f"guidance {scale:<6g}", new)
-            numbers = row.model_dump(include={"distance", "precision", "recall"})
-            rows.append(GuidanceRow(model=name, guidance=scale, **numbers))
+    for name, scale, drawn in setup.swept():
+        row, _, new = setup.row(name, drawn)
+        show_point(row, f"guidance {scale:<6g}", new)
+        numbers = row.model_dump(include={"distance", "precision", "recall"})
+        rows.append(GuidanceRow(model=name, guidance=scale, **numbers))
     best = best_table(rows)
     for best_row in best:
         ratio = f"   {best_row.ratio:.3f} of the monolith's" if best_row.ratio is not None else ""

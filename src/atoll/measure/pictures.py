@@ -5,36 +5,35 @@ number: 50,000 of Inception's take 0.4 GB.
 """
 
 import hashlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
-from atoll.base.console import LOG, Progress
-from atoll.base.device import using_threads
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
-from atoll.base.processes import ProcessGroup, joined
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
 from atoll.encoders.vision import VisionEncoder
+from atoll.measure.same_noise import SavedSamples
+from atoll.measure.shards import FEW, ShardedRows, cut
 from atoll.model.dispatch import Trace
+from atoll.store.store import Store
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-AT_ONCE, FEW = 64, 16
-"""Pictures that an extractor sees at once, however they are drawn: its rounding depends on their number,
-below the second one."""
+AT_ONCE = 64
+"""Pictures that an extractor sees at once, however they are drawn."""
+SCORE = "score "
 
-Number = TypeVar("Number", bound=np.generic)
 Scorer = Callable[[VisionEncoder, F32, list[str]], F64]
 """Scores `(N,)` of pictures and their captions, from the pictures' features `(N, D)`."""
 
@@ -182,12 +181,12 @@ class Rows:
             yield Batch(numbers, [self.dataset.image(int(self.rows[number])) for number in numbers])
 
 
-def cut(part: range, batch: int) -> Iterator[range]:
-    """A range in batches."""
-    return (part[first : first + batch] for first in range(0, len(part), batch))
-
-
 # What an extractor sees in them.
+
+
+COSTS = ("seconds", "draw_seconds", "rows", "expert_calls", "router_calls", "router_flops", "expert_flops")
+"""Columns of a shard's cost: seconds in all and of drawing; rows that networks saw at each step, both
+branches of guidance counted; calls and FLOPs as in a trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,71 +196,74 @@ class Features:
     rows: F32
     scores: Mapping[str, F64] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, made: Mapping[str, Tensor]) -> "Features":
+        """Those of an `extraction`."""
+        scores = {name.removeprefix(SCORE): rows.numpy() for name, rows in made.items() if SCORE in name}
+        return cls(made["features"].numpy(), scores)
 
-def extract(
+
+def extraction(
+    store: Store,
     source: Source,
     encoder: VisionEncoder,
-    what: str,
+    name: str,
     batch: int,
-    world: ProcessGroup | None = None,
     scorers: Mapping[str, Scorer] | None = None,
-    watch: Callable[[Batch], None] | None = None,
-) -> Features | None:
-    """Features of all pictures of a source, on the first process; None on the others.
+    keep: bool = False,
+) -> ShardedRows:
+    """Features and scores of all pictures of a source, what they cost (`COSTS`, a row for each shard), and to
+    `keep` the values of the first pictures, as `SavedSamples` has them."""
+    scorers = scorers or {}
 
-    Each process takes its share of them, `batch` at once, and shows every batch to `watch`.
-    """
-    world, scorers = world or ProcessGroup(), scorers or {}
-    parts = shares(len(source), batch, world)
-    part = parts[world.rank]
-    rows = np.empty((len(part), encoder.width), dtype=np.float32)
-    scores = {name: np.empty(len(part)) for name in scorers}
-    progress, done = Progress(what, len(part), unit="pictures"), 0
-    for numbers, pictures, captions in _chunks(source, part, batch, watch):
-        index = np.array(numbers) - part.start
-        # Few rows round otherwise than many: no share ends in fewer than a whole run would.
-        filled = [*pictures, *pictures[-1:] * (min(FEW, len(source)) - len(pictures))]
-        rows[index] = encoder.encode(filled).numpy()[: len(pictures)]
-        for name, scorer in scorers.items():
-            scores[name][index] = scorer(encoder, rows[index], captions)
-        done += len(numbers)
-        if world.first:
-            progress(done)
-    whole = gathered(world, rows, parts)
-    marks = {name: gathered(world, values, parts) for name, values in scores.items()}
-    return Features(whole, marks) if world.first else None
+    def make(part: range) -> dict[str, Tensor]:
+        start, cost = time.monotonic(), dict.fromkeys(COSTS, 0.0)
+        pixels = dict[int, NDArray[np.uint8]]()
 
+        def watched() -> Iterator[Batch]:
+            for drawn in source.batches(part, batch):
+                cost["draw_seconds"] += drawn.seconds
+                if drawn.trace is not None:
+                    cost["rows"] += len(drawn.numbers) * drawn.trace.branches
+                    for column in COSTS[3:]:
+                        cost[column] += getattr(drawn.trace, column)
+                if keep:
+                    pixels.update(SavedSamples.pixels_of(drawn.numbers, drawn.pictures))
+                yield drawn
 
-@contextmanager
-def sharing(threads: int) -> Iterator[ProcessGroup]:
-    """The processes of `torchrun` that share the work of a stage, each with so many threads; one speaks."""
-    with using_threads(threads), joined() as world:
-        if not world.first:
-            LOG.setLevel(logging.CRITICAL)
-        yield world
+        rows = np.empty((len(part), encoder.width), dtype=np.float32)
+        scores = {f"{SCORE}{scorer}": np.empty(len(part)) for scorer in scorers}
+        for numbers, pictures, captions in _chunks(watched()):
+            index = np.array(numbers) - part.start
+            rows[index] = encoded(encoder, pictures, len(source))
+            for scorer, score in scorers.items():
+                scores[f"{SCORE}{scorer}"][index] = score(encoder, rows[index], captions)
+        cost["seconds"] = time.monotonic() - start
+        arrays = {"features": rows, **scores, "cost": np.array([[*cost.values()]])}
+        if pixels:
+            arrays["pixels"] = np.stack([pixels[number] for number in sorted(pixels)])
+        return {array: torch.from_numpy(values) for array, values in arrays.items()}
 
-
-def shares(count: int, batch: int, world: ProcessGroup) -> list[range]:
-    """The numbers of each process: whole batches, so that each batch is that of one process."""
-    batch *= -(-FEW // batch)
-    return [share(count, batch, rank, world.size) for rank in range(world.size)]
-
-
-def share(count: int, batch: int, rank: int, size: int) -> range:
-    """The numbers of one process out of several, in whole batches; the first process always has one."""
-    batches = -(-count // batch)
-    first, last = (min(count, -(-batches * part // size) * batch) for part in (rank, rank + 1))
-    return range(first, last)
+    about: dict[str, Any] | None = None
+    if source.reusable:
+        about = {"subject": source.subject, "protocol": source.about, "extractor": encoder.producer()}
+        about |= {"scores": [*scorers], "keep": keep}
+    return ShardedRows(store, about, name, len(source), batch, make)
 
 
-def _chunks(
-    source: Source, part: range, batch: int, watch: Callable[[Batch], None] | None
-) -> Iterator[tuple[list[int], list[Image.Image], list[str]]]:
+def encoded(encoder: VisionEncoder, pictures: Sequence[Image.Image], count: int) -> F32:
+    """Features of some pictures out of `count`."""
+    parts = [pictures[first : first + AT_ONCE] for first in range(0, len(pictures), AT_ONCE)]
+    # Few rows round otherwise than many: no shard ends in fewer than a whole run would.
+    filled = [[*part, *[part[-1]] * (min(FEW, count) - len(part))] for part in parts]
+    both = zip(filled, parts, strict=True)
+    return np.concatenate([encoder.encode(some).numpy()[: len(part)] for some, part in both])
+
+
+def _chunks(batches: Iterable[Batch]) -> Iterator[tuple[list[int], list[Image.Image], list[str]]]:
     """Numbers, pictures and captions, as many as the extractor sees at once."""
     numbers, pictures, captions = list[int](), list[Image.Image](), list[str]()
-    for drawn in source.batches(part, batch):
-        if watch is not None:
-            watch(drawn)
+    for drawn in batches:
         numbers += drawn.numbers
         pictures += drawn.pictures
         captions += drawn.captions or []
@@ -270,16 +272,3 @@ def _chunks(
             del numbers[:AT_ONCE], pictures[:AT_ONCE], captions[:AT_ONCE]
     if numbers:
         yield numbers, pictures, captions
-
-
-def gathered(world: ProcessGroup, values: NDArray[Number], parts: Sequence[range]) -> NDArray[Number]:
-    """What all processes have, in the order of their shares, on the first one."""
-    whole = [values]
-    for rank in range(1, world.size):
-        if world.rank == rank:
-            world.send_to_first([torch.from_numpy(values)], rank)
-        elif world.first:
-            theirs = np.empty((len(parts[rank]), *values.shape[1:]), dtype=values.dtype)
-            world.send_to_first([torch.from_numpy(theirs)], rank)
-            whole.append(theirs)
-    return np.concatenate(whole)

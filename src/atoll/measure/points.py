@@ -4,35 +4,33 @@ A comparison, a guidance sweep, a training curve and several seeds are tables of
 evaluate` measures one. Points and features of references are kept, so that nothing is measured twice.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.console import say
+from atoll.base.device import own_device, using_threads
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
 from atoll.base.hashing import digest, sha256
-from atoll.base.processes import ProcessGroup
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.data.dataset import MANIFEST, DataSet
+from atoll.data.job import Part
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How, compute, parse, scorers, settings_of
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
-from atoll.measure.pictures import Batch, Features, Folder, Rows, Source, extract, gathered, shares, sharing
+from atoll.measure.pictures import COSTS, Features, Folder, Rows, Source, extraction
 from atoll.measure.request import COMPARED, REPORTS, notes_of, table
 from atoll.measure.same_noise import MOST, SavedSamples
-from atoll.model.dispatch import Trace
+from atoll.measure.shards import ShardedRows
 from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Store
@@ -113,21 +111,26 @@ class Reference:
                 )
         return cls(about, store, f"{key}.json")
 
-    def features(self, encoder: VisionEncoder, batch: int, world: ProcessGroup) -> Features | None:
-        """The features, on the first process; `StoreError` where a file is missing or damaged."""
-        if self._known is not None and world.size == 1:
+    def write_part(self, encoder: VisionEncoder, batch: int, part: Part) -> None:
+        """Make one part of the features, if they are not there."""
+        if not self.store.exists(self.key):
+            self._rows(encoder, batch).write_part(part)
+
+    def features(self, encoder: VisionEncoder, batch: int) -> Features:
+        """The features; `StoreError` where a file is missing or damaged."""
+        if self._known is not None:
             return self._known
-        if not world.once(lambda: self.store.exists(self.key)):
-            assert self.pictures is not None
-            self._known = extract(self.pictures, encoder, "reference", batch, world)
-            if self._known is not None:
-                # The JSON last: features without one are made again.
-                data = save_tensors({"rows": torch.from_numpy(self._known.rows)})
-                entry = FileEntry(path=f"{self.about.key}.safetensors", bytes=len(data), sha256=sha256(data))
-                self.store.put(f"{REFERENCES}/{entry.path}", data)
-                about = self.about.model_copy(update={"files": [entry.model_dump()]})
-                self.store.put_json(self.key, about.to_json())
-        elif world.first:
+        if not self.store.exists(self.key):
+            rows = self._rows(encoder, batch)
+            self._known = Features.of(rows.whole())
+            # The JSON last: features without one are made again.
+            data = save_tensors({"rows": torch.from_numpy(self._known.rows)})
+            entry = FileEntry(path=f"{self.about.key}.safetensors", bytes=len(data), sha256=sha256(data))
+            self.store.put(f"{REFERENCES}/{entry.path}", data)
+            about = self.about.model_copy(update={"files": [entry.model_dump()]})
+            self.store.put_json(self.key, about.to_json())
+            rows.tidy()
+        else:
             about, place = Statistics.read(self.store, self.key), self.store.name(self.key)
             if len(about.files) != 1:
                 raise DataError(f"{place} names {len(about.files)} files of features", Statistics.REMEDY)
@@ -135,6 +138,10 @@ class Reference:
             data = read_file(self.store, folder, FileEntry.parse(about.files[0], place))
             self._known = Features(read_tensors(data, place, "rows")["rows"].numpy())
         return self._known
+
+    def _rows(self, encoder: VisionEncoder, batch: int) -> ShardedRows:
+        assert self.pictures is not None
+        return extraction(self.store, self.pictures, encoder, "reference", batch)
 
 
 def reference_of(
@@ -177,7 +184,7 @@ FOLDER = "reports/points"
 
 
 class Measured(NamedTuple):
-    """What measuring gave, the samples on the first process only."""
+    """What measuring gave."""
 
     point: MeasuredPoint
     saved: SavedSamples | None
@@ -194,8 +201,12 @@ class Judge:
     metrics: Sequence[str]
     how: How
     batch: int
-    world: ProcessGroup = field(default_factory=ProcessGroup)
     folder: str = FOLDER
+
+    def write_part(self, source: Source, part: Part, keep: bool = False) -> None:
+        """Draw one part of the pictures that `measure` looks at, if it has not done so."""
+        if self._known(source, keep)[-1] is None:
+            self._rows(source).write_part(part)
 
     def measure(self, source: Source, keep: bool = False) -> Measured:
         """Measure pictures, unless it is known what they are.
@@ -205,6 +216,32 @@ class Judge:
         Raises:
             DataError: too few pictures, of another size than the reference's, or with values that are NaN.
         """
+        key, protocol, how, known = self._known(source, keep)
+        if known is not None:
+            return known
+        # Draw, look, and see what it costs.
+        reference, rows = self.reference.features(self.encoder, self.batch), self._rows(source)
+        made = rows.whole()
+        samples, cost = Features.of(made), made["cost"].sum(0).tolist()
+        values = compute(self.metrics, how, samples, reference)
+        # The samples first: what has no JSON does not exist, and is drawn again.
+        saved = SavedSamples(made["pixels"].numpy(), samples.rows[:MOST].copy()) if keep else None
+        if saved is not None:
+            self.store.put(f"{key}.safetensors", save_tensors(saved.tensors()))
+        spent = cost_of(source, dict(zip(COSTS, cost, strict=True)))
+        point = MeasuredPoint(subject=source.subject, protocol=protocol, values=values, cost=spent)
+        self.store.put_json(f"{key}.json", point.to_json())
+        rows.tidy()
+        return Measured(point, saved, True)
+
+    def _rows(self, source: Source) -> ShardedRows:
+        name, scored = source.subject["name"], scorers(self.metrics)
+        # First samples are always there: a table that keeps them and a sweep that does not share the work.
+        keep = isinstance(source, Drawn)
+        return extraction(self.store, source, self.encoder, name, self.batch, scored, keep)
+
+    def _known(self, source: Source, keep: bool) -> tuple[str, Protocol, How, Measured | None]:
+        """The key of a point, its protocol, what metrics know, and the point if it is there."""
         about, encoder = self.reference.about, self.encoder
         if source.size != tuple(about.size):
             (a, b), (c, d) = source.size, about.size
@@ -227,39 +264,10 @@ class Judge:
         )
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{self.folder}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
-        saved = self._saved(f"{key}.safetensors") if keep and self.world.first else None
-
-        def read() -> MeasuredPoint | None:
-            there = source.reusable and self.store.exists(f"{key}.json") and (saved is not None or not keep)
-            return MeasuredPoint.read(self.store, f"{key}.json") if there else None
-
-        if (point := self.world.once(read)) is not None:
-            return Measured(point, saved, False)
-
-        # Draw, look, and see what it costs.
-        start, meter, world = time.monotonic(), CostMeter(keep), self.world
-        reference = self.reference.features(encoder, self.batch, world)
-        name, scored = source.subject["name"], scorers(self.metrics)
-        samples = extract(source, encoder, name, self.batch, world, scored, meter)
-        pixels = meter.first(world, shares(len(source), self.batch, world)) if keep else None
-        spent = meter.cost(source, world) if isinstance(source, Drawn) else {}
-
-        # All processes learn the point, since what is measured next may depend on it.
-        def write() -> MeasuredPoint:
-            assert samples is not None and reference is not None
-            seconds = round(time.monotonic() - start, 1)
-            cost: dict[str, float | None] = {"seconds": seconds, "processes": float(world.size), **spent}
-            values = compute(self.metrics, how, samples, reference)
-            # The samples first: what has no JSON does not exist, and is drawn again.
-            if pixels is not None:
-                kept = SavedSamples(pixels, samples.rows[:MOST].copy())
-                self.store.put(f"{key}.safetensors", save_tensors(kept.tensors()))
-            point = MeasuredPoint(subject=source.subject, protocol=protocol, values=values, cost=cost)
-            self.store.put_json(f"{key}.json", point.to_json())
-            return point
-
-        point = world.once(write)
-        return Measured(point, self._saved(f"{key}.safetensors") if keep and world.first else None, True)
+        saved, known = self._saved(f"{key}.safetensors") if keep else None, None
+        if source.reusable and self.store.exists(f"{key}.json") and (saved is not None or not keep):
+            known = Measured(MeasuredPoint.read(self.store, f"{key}.json"), saved, False)
+        return key, protocol, how, known
 
     def _saved(self, key: str) -> SavedSamples | None:
         if not self.store.exists(key):
@@ -270,49 +278,26 @@ class Judge:
             return None  # damaged: it is measured again
 
 
-class CostMeter:
-    """What is seen of batches as they are drawn: seconds, calls of experts and router, and if they are to be
-    kept the first pictures."""
-
-    def __init__(self, keep: bool) -> None:
-        self.keep, self.seconds = keep, 0.0
-        self.pixels, self.traces = dict[int, Any](), list[Trace]()
-
-    def __call__(self, batch: Batch) -> None:
-        """Count a batch."""
-        self.seconds += batch.seconds
-        if batch.trace is not None:
-            # Its counts alone: weights of every step of 50,000 samples would fill the memory.
-            self.traces.append(replace(batch.trace, weights=[]))
-        if self.keep:
-            self.pixels |= SavedSamples.pixels_of(batch.numbers, batch.pictures)
-
-    def first(self, world: ProcessGroup, parts: Sequence[range]) -> NDArray[np.uint8]:
-        """Values of the first pictures `(P, V)` of all processes, on the first one."""
-        kept = [range(part.start, min(part.stop, MOST)) for part in parts]
-        own = [self.pixels[number] for number in kept[world.rank]]
-        return gathered(world, np.stack(own) if own else np.empty((0, 0), np.uint8), kept)
-
-    def cost(self, source: Drawn, world: ProcessGroup) -> dict[str, float]:
-        """Cost of one step of one sample: operations and experts of one branch of guidance, as the paper's
-        table counts, calls of the router by both."""
-        flops = source.candidate.model.card.forward_flops
-        experts, router, routing = 1.0, 0.0, 0.0
-        names = ("expert_calls", "router_calls", "router_flops", "expert_flops")
-        totals = [float(sum(getattr(trace, name) for trace in self.traces)) for name in names]
-        *totals, seconds = world.sum([*totals, self.seconds])
-        if self.traces:
-            steps = len(source) * source.generation.steps
-            each = steps * self.traces[0].branches
-            experts, router, routing = totals[0] / each, totals[1] / steps, totals[2] / each
-            flops = totals[3] / each + routing  # experts may differ in size
-        return {
-            "draw_seconds": round(seconds / world.size, 1),
-            "gflops_per_step": flops / 1e9,
-            "experts_per_step": experts,
-            "router_calls_per_step": router,
-            "router_share": routing / flops if flops else 0.0,
-        }
+def cost_of(source: Source, spent: Mapping[str, float]) -> dict[str, float | None]:
+    """Seconds of all processes together, and of a model the cost of one step of one sample: operations and
+    experts of one branch of guidance, as the paper's table counts, calls of the router by both."""
+    cost: dict[str, float | None] = {"seconds": round(spent["seconds"], 1)}
+    if not isinstance(source, Drawn):
+        return cost
+    flops, experts, router, routing = source.candidate.model.card.forward_flops, 1.0, 0.0, 0.0
+    if spent["rows"]:
+        steps = source.generation.steps
+        each = spent["rows"] * steps
+        experts, router = spent["expert_calls"] / each, spent["router_calls"] / (len(source) * steps)
+        routing = spent["router_flops"] / each
+        flops = spent["expert_flops"] / each + routing  # experts may differ in size
+    return cost | {
+        "draw_seconds": round(spent["draw_seconds"], 1),
+        "gflops_per_step": flops / 1e9,
+        "experts_per_step": experts,
+        "router_calls_per_step": router,
+        "router_share": routing / flops if flops else 0.0,
+    }
 
 
 def evaluate(
@@ -325,8 +310,9 @@ def evaluate(
     reference: str | None = None,
     split: str | None = None,
     out: str = ".",
+    part: Part | None = None,
 ) -> MeasuredPoint | None:
-    """Measure, write `reports/evaluate/KEY.json` and `.csv`, and print; None on all processes but the first.
+    """Measure, write `reports/evaluate/KEY.json` and `.csv`, and print.
 
     Args:
         campaign: whose model is measured, and whose data is the reference; None for pictures alone.
@@ -337,6 +323,7 @@ def evaluate(
         reference: what they are compared with; the campaign's own data if None.
         split: rows of the reference; by default held-out ones, under `evaluate.conditions=test` those.
         out: where `reports/` goes without a campaign.
+        part: shards of pictures to draw, and nothing else: the answer is None.
 
     Raises:
         ConfigError: settings, names or metrics that do not exist or contradict each other.
@@ -346,8 +333,9 @@ def evaluate(
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
     store = campaign.store if campaign is not None else Store.open(out, create=True)
-    with sharing(config.threads) as world:
-        encoder = extractor(config.extractor, config.extractor_size, str(world.device))
+    with using_threads(config.threads):
+        device = own_device()
+        encoder = extractor(config.extractor, config.extractor_size, str(device))
         chosen = parse(config.metrics, encoder.kind, captioned=images is None)
 
         # What is measured: a folder of pictures, or what a model draws at conditions of the campaign's data.
@@ -355,7 +343,7 @@ def evaluate(
             source: Folder | Drawn = Folder(images)
         else:
             assert campaign is not None
-            candidate, rows = published(campaign, model, world.device), config.conditions
+            candidate, rows = published(campaign, model, device), config.conditions
             drawn_by = (
                 generation_of(campaign).with_(**candidate.model.card.sampling).with_(**(generation or {}))
             )
@@ -372,11 +360,14 @@ def evaluate(
             *(encoder.name, encoder.kind, encoder.width, len(source), real.about.count, components),
             subsets=config.kid_subsets,
             subset=config.kid_size,
-            device=world.device,
+            device=device,
         )
-        point, _, new = Judge(store, encoder, real, chosen, how, config.batch, world, REPORTS).measure(source)
-        if not world.first:
+        judge = Judge(store, encoder, real, chosen, how, config.batch, REPORTS)
+        if part is not None:
+            real.write_part(encoder, config.batch, part)
+            judge.write_part(source, part)
             return None
+        point, _, new = judge.measure(source)
         key = f"{REPORTS}/{point.key}"
         if new:
             store.put(f"{key}.csv", table([point], COMPARED).to_csv())

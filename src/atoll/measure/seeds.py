@@ -13,14 +13,14 @@ from atoll.base.config import Config, differences
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
-from atoll.base.processes import ProcessGroup
 from atoll.base.table import Table
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE, Comparison
 from atoll.campaign.roles import RUNS
+from atoll.data.job import Part
 from atoll.measure.comparison import compare
 from atoll.measure.models import WIDE
-from atoll.measure.pictures import Rows, sharing
+from atoll.measure.pictures import Rows
 from atoll.store.store import Store
 
 OWN = ("seed", "data.path", "data.source")
@@ -164,14 +164,12 @@ def unlike(first: Comparison, other: Comparison) -> list[str]:
     return differs + [name for name, mine, theirs in extra if mine and theirs and mine != theirs]
 
 
-def compare_seeds(campaigns: Sequence[Campaign], out: Store, world: ProcessGroup | None = None) -> SeedsTable:
+def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None = None) -> SeedsTable | None:
     """Compare every campaign, then write `reports/seeds.json` and `.csv` with what they have in common.
 
-    `ConfigError` if a seed comes twice, or campaigns were not trained or measured alike; else as `compare`.
+    `ConfigError` if a seed comes twice, or campaigns were not trained or measured alike; else as `compare`,
+    also with `part`: then the answer is None.
     """
-    if world is None:
-        with sharing(campaigns[0].config.compare.threads) as world:
-            return compare_seeds(campaigns, out, world)
     # They must repeat each other: the same settings and held-out pictures, each of a seed of its own.
     first, seen = campaigns[0], dict[int, str]()
     reference = Rows(first.dataset(), "heldout").digest
@@ -193,13 +191,18 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, world: ProcessGroup
     comparisons = list[Comparison]()
     for campaign in campaigns:
         say(f"{campaign.store.location}, seed {campaign.config.seed}")
-        comparisons.append(compare(campaign, world))
+        comparison = compare(campaign, part)
+        if part is not None or comparison is None:
+            continue
+        comparisons.append(comparison)
         if other := unlike(comparisons[0], comparisons[-1]):
             raise ConfigError(
                 f"{campaign.store.location} was measured otherwise than {first.store.location}:"
                 f" {', '.join(other)}",
                 f"remove {Comparison.PLACE} of the older one (points are kept), and compare again",
             )
+    if part is not None:
+        return None
     rows = list(over_seeds(comparisons))
     table = Table.of(SeedsRow, rows, "seeds")
     result = SeedsTable(
@@ -212,8 +215,6 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, world: ProcessGroup
         columns=tuple(column.name for column in table.columns),
         rows=table.cells,
     )
-    if not world.first:
-        return result
     out.put(SeedsTable.PLACE.replace(".json", ".csv"), table.to_csv())
     out.put_json(SeedsTable.PLACE, result.to_json())
 

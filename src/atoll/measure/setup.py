@@ -1,11 +1,12 @@
 """What all points of one comparison share: what was asked for, conditions, judge and models."""
 
+from collections.abc import Iterator
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
@@ -49,8 +50,8 @@ class CommonSetup:
     asked for: `sweep` and `curve`, as the result names them. `ConfigError` where no strategy is possible.
     """
 
-    def __init__(self, campaign: Campaign, world: ProcessGroup | None = None) -> None:
-        store, config, self.world = campaign.store, campaign.config.compare, world or ProcessGroup()
+    def __init__(self, campaign: Campaign) -> None:
+        store, config = campaign.store, campaign.config.compare
         self.campaign, self.config = campaign, config
         self.seed, self.device = campaign.config.seed, own_device()
         self.content, self.router = read_manifest(store), Checkpoint(store, "ensemble/router").card
@@ -108,13 +109,25 @@ class CommonSetup:
     @cached_property
     def reference(self) -> Reference:
         """Every held-out picture, or every test picture."""
-        pictures = Rows(self.dataset, self.split)
-        return Reference.of_pictures(pictures, "the campaign's data", self.encoder, self.campaign.store)
+        return self._of(Rows(self.dataset, self.split), "the campaign's data")
+
+    @cached_property
+    def fitted(self) -> Reference:
+        """Training pictures whose principal components are the axes."""
+        return self._of(self.training("judge", self.config.fit_rows), "training pictures of the campaign")
+
+    def _of(self, pictures: Rows, name: str) -> Reference:
+        return Reference.of_pictures(pictures, name, self.encoder, self.campaign.store)
 
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
         train = of_usual_size(self.dataset, self.dataset.split("train"))
         return Rows(self.dataset, "train", some_rows(train, count, generator(self.seed, stream)))
+
+    @cached_property
+    def floor(self) -> Rows:
+        """Training pictures in the place of samples: the least distance that there can be."""
+        return self.training("floor", self.config.samples)
 
     @cached_property
     def axes(self) -> tuple[int, Axes]:
@@ -123,20 +136,16 @@ class CommonSetup:
         They are those of training pictures: of the reference's own they would fit its noise. And half as many
         as there are pictures, since a covariance of more is singular or nearly so.
         """
-        fit, config = self.training("judge", self.config.fit_rows), self.config
-        most = min(config.components, min(self.references, len(fit)) // 2)
+        fitted, config = self.fitted, self.config
+        most = min(config.components, min(self.references, fitted.about.count) // 2)
         if most < 1:
             what = f"{self.references} {SPLITS[self.split]} rows cannot judge"
             raise DataError(what, f"hold out more: data.ingest.{self.split}")
 
         def projection() -> Projection:
-            name = "training pictures of the campaign"
-            pictures = Reference.of_pictures(fit, name, self.encoder, self.campaign.store)
-            features = pictures.features(self.encoder, config.batch, ProcessGroup())
-            assert features is not None
-            return Projection.fit(features.rows, most)
+            return Projection.fit(fitted.features(self.encoder, config.batch).rows, most)
 
-        about = {"axes": "of training pictures", "axes_hash": fit.digest, "most": most}
+        about = {"axes": "of training pictures", "axes_hash": fitted.about.data, "most": most}
         return most, Axes(about, cache(projection))
 
     def _judge(self, samples: int) -> Judge:
@@ -145,35 +154,34 @@ class CommonSetup:
         how = How(encoder.name, encoder.kind, encoder.width, samples, references, components, axes)
         metrics = ["frechet", *(["precision", "recall"] if min(samples, references) > DENSITY_K else [])]
         store, batch = self.campaign.store, self.config.batch
-        return Judge(store, encoder, self.reference, metrics, how, batch, self.world)
+        return Judge(store, encoder, self.reference, metrics, how, batch)
 
-    def drawn(self, candidate: Candidate, name: str, guidance: float | None, samples: int) -> Drawn:
-        """Samples of a model, under this strategy if it is an ensemble."""
+    def drawn(
+        self, name: str, candidate: Candidate | None = None, guidance: float | None = None, samples: int = 0
+    ) -> Drawn:
+        """Samples of a single network, or of the ensemble under a strategy of this name.
+
+        Weights are the published ones but for a `candidate`'s; `samples` are as many as the table's for 0.
+        """
+        candidate = candidate or self.published(name if name in (*self.dense, "pretrain") else ENSEMBLE)
         routing = name if candidate.routed else None
         generation = self.override.generation.with_(**candidate.model.card.sampling)
         generation = generation.with_(routing=routing, guidance=guidance)
-        return Drawn(candidate, generation, self.conditions.first(samples))
+        return Drawn(candidate, generation, self.conditions.first(samples or self.config.samples))
 
-    def model(self, name: str) -> Candidate:
-        """A single network as it was published, or the ensemble, by the name of a strategy."""
-        return self.published(name if name in (*self.dense, "pretrain") else ENSEMBLE)
+    def swept(self) -> Iterator[tuple[str, float, Drawn]]:
+        """Every model of the sweep at every one of its rising guidance scales, and its samples."""
+        for name, scale in product(self.extras["sweep"]["models"], self.extras["sweep"]["guidances"]):
+            yield name, scale, self.drawn(name, guidance=scale)
 
     def row(
-        self,
-        name: str,
-        candidate: Candidate | None = None,
-        guidance: float | None = None,
-        samples: int | None = None,
-        keep: bool = False,
+        self, name: str, drawn: Drawn, keep: bool = False
     ) -> tuple[ComparedModel, SavedSamples | None, bool]:
-        """Measure a single network, or the ensemble under a strategy of this name, unless it is known.
+        """Measure samples, unless it is known what they are.
 
-        Weights are the published ones but for a `candidate`'s. Gives the numbers, if asked for (`keep`) the
-        first samples, and whether they were drawn now.
+        Gives the numbers, if asked for (`keep`) the first samples, and whether they were drawn now.
         """
-        samples = samples or self.config.samples
-        drawn = self.drawn(candidate or self.model(name), name, guidance, samples)
-        point, saved, new = self.judge(samples).measure(drawn, keep)
+        point, saved, new = self.judge(len(drawn)).measure(drawn, keep)
         numbers = {column: point.number(metric) for column, metric in NUMBERS.items()}
         cost = {column: point.cost.get(column) for column in COSTS}
         cost["seconds"] = point.cost.get("draw_seconds")

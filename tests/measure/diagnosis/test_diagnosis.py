@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from atoll.base.condition import Condition
+from atoll.base.condition import Condition, Denoiser
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.assemble import assemble
@@ -24,7 +24,8 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
-from atoll.measure.diagnosis.labelled_rows import TEMPERATURES, Alignment, Calibration, Rows, errors_of
+from atoll.measure.diagnosis import labelled_rows, stage
+from atoll.measure.diagnosis.labelled_rows import TEMPERATURES, Alignment, Calibration, Rows, answers_of
 from atoll.measure.diagnosis.sampled import Copies, Nearest, switches, two_nearest, usage
 from atoll.measure.metrics.projection import Means
 from atoll.model.bank import Bank
@@ -190,6 +191,14 @@ def test_the_error_of_chance_is_what_calibrated_answers_get() -> None:
 
 
 # Errors of experts.
+
+
+def errors_of(
+    ensemble: Bank, monolith: Denoiser | None, rows: list[Rows], prior: list[int], how: DiagnoseConfig
+) -> dict[str, list[Any]]:
+    """Tables of rows that one process looks at."""
+    answers = answers_of(ensemble, monolith, rows, len(prior), how)
+    return labelled_rows.errors_of(answers, ensemble.missing, monolith is not None, prior, how)
 
 
 def test_constant_experts_have_the_errors_of_arithmetic() -> None:
@@ -680,19 +689,45 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, diagnose: Run) -
 
 
 @pytest.mark.slow
-def test_three_processes_diagnose_to_the_bit_what_one_does(made: Path, net: Path, tmp_path: Path) -> None:
-    sets = ["samples=40", "batch=12", "probed=20", "steps=3", "rows=30", "times=[0.5,1.0]"]
-    sets += ["extractor_size=28", f"extractor={net}"]
+def test_three_workers_diagnose_to_the_bit_what_one_process_does(
+    made: Path, net: Path, tmp_path: Path
+) -> None:
+    """The extractor is another one than the partition's, so features of real pictures are shared too."""
+    sets = ["samples=40", "batch=4", "probed=20", "steps=3", "rows=30", "times=[0.5,1.0]"]
+    sets += ["extractor_size=28", f"extractor={net}", "threads=1"]
     argv = [word for setting in sets for word in ("--set", f"diagnose.{setting}")]
     results = []
-    for processes in ("1", "3"):
-        folder = Path(shutil.copytree(made, tmp_path / processes))
-        done = atoll("diagnose", folder, *argv, "--processes", processes)
+    for workers in ("1", "3"):
+        folder = Path(shutil.copytree(made, tmp_path / workers))
+        done = atoll("diagnose", folder, *argv, "--workers", workers)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("diagnose: 40 pictures of the monolith") == 1, done.stdout
         tree = json.loads((folder / "reports/diagnostics.json").read_text())
         del tree["seconds"]
         files = sorted((folder / "reports/diagnostics").rglob("*.png"))
         results.append((tree, [path.read_bytes() for path in files]))
+        assert not list((folder / "reports/work").iterdir())
     assert {"errors", "usage", "stability", "lipschitz", "nearest"} <= results[0][0]["tables"].keys()
     assert len(results[0][1]) > 2 and results[0] == results[1]
+
+
+@pytest.mark.parametrize("column", [True, False])
+def test_parts_leave_nothing_to_make(
+    folder: Path, net: Path, diagnose: Run, run: Run, monkeypatch: pytest.MonkeyPatch, column: bool
+) -> None:
+    """Who comes after all parts asks no network; by the partition's column of features, or without one."""
+    sets = ["samples=40", "batch=4", "probed=20", "steps=2", "rows=30", "times=[0.5]"]
+    sets += [] if column else [f"extractor={net}", "extractor_size=28"]
+    argv = [word for setting in sets for word in ("--set", f"diagnose.{setting}")]
+    for number in (1, 2):
+        assert run("diagnose", folder, *argv, "--part", f"{number}/2").code == 0
+    assert not (folder / "reports/diagnostics.json").exists()
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("a network was asked again")
+
+    for name in ("answers_of", "generate", "reactions", "encoded"):
+        monkeypatch.setattr(stage, name, refuse)
+    monkeypatch.setattr("atoll.measure.pictures.encoded", refuse)
+    assert diagnose(folder, *(f"diagnose.{setting}" for setting in sets)).code == 0
+    assert "nearest" in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]

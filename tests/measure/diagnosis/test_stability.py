@@ -1,6 +1,7 @@
 """Stability of paths and where they land: constructed cases whose answers are known."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.measure.diagnosis.sampled import cluster_match, stability
+from atoll.measure.diagnosis.sampled import cluster_match, reactions, stability
 from atoll.model.bank import Bank
 from atoll.model.generate import Conditions, Sampling
 from atoll.model.generation import Generation
@@ -45,9 +46,11 @@ def measured(
     generation = Generation(**{"guidance": 1.0, "steps": STEPS, "seed": 3, **how})  # type: ignore[arg-type]
     sampling = Sampling(generation, rows, SHAPE, count, batch=batch)  # type: ignore[arg-type]
     bank = model if isinstance(model, Bank) else Bank([model])  # type: ignore[list-item]
-    found = stability(bank, sampling)
-    assert found is not None
-    ends, path = found
+    # In two parts, as two processes have them.
+    parts = [(0, batch), (batch, count - batch)] if batch < count else [(0, count)]
+    reacted = [reactions(bank, replace(sampling, first=first, count=own)) for first, own in parts]
+    joined = {name: torch.cat([part[name] for part in reacted]) for name in reacted[0]}
+    ends, path = stability(joined, generation, batch)
     return ends.model_dump(exclude={"strategy"}), [row.model_dump() for row in path]
 
 

@@ -5,7 +5,7 @@ alone, and is the same at every time and for every model, so what is compared di
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import DataError
-from atoll.base.processes import ProcessGroup
 from atoll.base.rng import generator, normals
 from atoll.base.table import finite
 from atoll.campaign.diagnosed import (
@@ -38,7 +37,7 @@ from atoll.data.samples import Samples
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.metrics.projection import Means
-from atoll.measure.pictures import cut, gathered
+from atoll.measure.shards import cut
 from atoll.model.bank import Bank
 
 TEMPERATURES = tuple(2 ** (i / 8) for i in range(-24, 25))
@@ -81,25 +80,18 @@ def labelled(
 
 
 @torch.inference_mode()
-def errors_of(
+def answers_of(
     ensemble: Bank,
     monolith: Denoiser | None,
     rows: Iterable[Rows],
-    prior: Sequence[int],
+    k: int,
     config: DiagnoseConfig,
     device: torch.device | str = "cpu",
-    world: ProcessGroup | None = None,
-    parts: Sequence[range] = (),
-) -> dict[str, list[Any]]:
-    """Tables of router and errors, by name, on rows of known cluster; `prior` are the training rows of every
-    cluster. The router is judged on all clusters; errors are those of the experts that exist, with their
-    logits only. Of several processes each has the rows of its part, and the first one gets the tables.
+) -> dict[str, Tensor]:
+    """Of rows of known cluster the router's logits `(N, T, K)`, the errors (`Alignment.values`), the cluster.
     `DataError` where a model gives NaN or infinity."""
-    k, router, world = len(prior), ensemble.router, world or ProcessGroup()
+    router, alignment = ensemble.router, Alignment.of(ensemble.missing, monolith is not None, k, config)
     assert router is not None
-    present = [n for n in range(k) if n not in ensemble.missing]
-    calibration = Calibration(config.times, torch.tensor(prior), config.bins)
-    alignment = Alignment(config.times, k, present, monolith is not None)
     made = list[tuple[Tensor, Tensor, Tensor]]()
     for batch in rows:
         cond, states = batch.cond.to(device), list[tuple[Tensor, Tensor]]()
@@ -109,19 +101,31 @@ def errors_of(
         logits = torch.stack([router.logits(x, t, cond).double().cpu() for x, t in states])
         # Expert by expert, so that one of many on disk is brought once for all times of a batch.
         velocities = torch.stack(
-            [_velocities(f"expert {n}", ensemble.experts[n], states, cond) for n in present]
+            [_velocities(f"expert {n}", ensemble.experts[n], states, cond) for n in alignment.present]
         )
         base = None if monolith is None else _velocities("the monolith", monolith, states, cond)
         target = (batch.eps - batch.x0).flatten(1)
         table = alignment.values(velocities, base, target, logits, batch.clusters)
         made.append((logits.transpose(0, 1), table, batch.clusters))
-    # Sums run over batches by their number, whoever computed them.
-    columns = [torch.cat(column).numpy() for column in zip(*made, strict=True)] or [np.empty(0)] * 3
-    whole = [torch.from_numpy(gathered(world, column, parts)) for column in columns]
-    if not world.first:
-        return {}
-    for some in cut(range(len(whole[2])), config.batch):
-        logits, table, clusters = (column[some.start : some.stop] for column in whole)
+    columns = map(torch.cat, zip(*made, strict=True))
+    return dict(zip(("logits", "errors", "clusters"), columns, strict=True))
+
+
+def errors_of(
+    answers: Mapping[str, Tensor],
+    missing: Collection[int],
+    monolith: bool,
+    prior: Sequence[int],
+    config: DiagnoseConfig,
+) -> dict[str, list[Any]]:
+    """Tables of router and errors, out of `answers_of`; `prior` are the training rows of every cluster. The
+    router is judged on all clusters; errors are those of experts that exist, with their logits only."""
+    calibration = Calibration(config.times, torch.tensor(prior), config.bins)
+    alignment = Alignment.of(missing, monolith, len(prior), config)
+    for some in cut(range(len(answers["clusters"])), config.batch):
+        logits, table, clusters = (
+            answers[name][some.start : some.stop] for name in ("logits", "errors", "clusters")
+        )
         calibration.add(logits.transpose(0, 1), clusters)
         alignment.add(table, clusters)
     return calibration.tables() | alignment.tables()
@@ -235,6 +239,11 @@ class Alignment:
         # A mean over times leaves out t = 1, where there is only noise to see.
         self._below = [number for number, t in enumerate(self.times) if t < 1]
         self._means = Means.zeros(k, len(self.times) + bool(self._below), len(names))
+
+    @classmethod
+    def of(cls, missing: Collection[int], monolith: bool, k: int, config: DiagnoseConfig) -> "Alignment":
+        """Of the experts that are not missing."""
+        return cls(config.times, k, [n for n in range(k) if n not in missing], monolith)
 
     def add(self, table: Tensor, clusters: Tensor) -> None:
         """The `values` of a batch."""

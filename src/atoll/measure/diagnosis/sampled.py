@@ -5,7 +5,7 @@ governs quality is that states meet experts which know them: errors at states (`
 data-cluster distance of that paper, taken here at the end of the path, where a picture can be looked at.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.errors import DataError
-from atoll.base.processes import ProcessGroup
 from atoll.base.rng import normals
 from atoll.base.table import finite
 from atoll.campaign.diagnosed import (
@@ -31,9 +30,9 @@ from atoll.campaign.diagnosed import (
 from atoll.campaign.measured import Cluster
 from atoll.data.cluster import Features, nearest_centroid, normalise
 from atoll.measure.metrics.projection import Means, must_be_finite
-from atoll.measure.pictures import cut, gathered, shares
 from atoll.model.bank import Bank
 from atoll.model.generate import Sampling, generate, samplers
+from atoll.model.generation import Generation
 from atoll.model.sampler import Sampler, times
 
 NUDGE = 0.01
@@ -89,46 +88,49 @@ def leaders(weights: NDArray[np.floating]) -> NDArray[np.int64]:
 # How a path reacts to small changes: of its state, its start and its steps.
 
 
-def stability(
-    model: Bank, sampling: Sampling, world: ProcessGroup | None = None
-) -> tuple[StabilityRow, list[LipschitzRow]] | None:
+def reactions(model: Bank, sampling: Sampling) -> dict[str, Tensor]:
     """Sample thrice: as asked, from nudged noise, and with twice the steps; the draws are the same.
 
-    How the ends react, and for each step how fast the field changes there (`speeds`). Processes share the
-    samples, and the first one gets the answer. `DataError` for NaN.
+    For each sample `changes` `(N, S, 2)`, how fast the field changes there at each step (`speeds`), and
+    `gaps` `(N, 2)` of the ends: what a unit of nudge becomes, and the root mean square over dimensions that
+    finer steps make. `DataError` for NaN.
     """
-    world, count, generation = world or ProcessGroup(), sampling.count, sampling.generation
-    parts = shares(count, sampling.batch, world)
-    own = parts[world.rank]
-    sampling = replace(sampling, first=own.start, count=len(own))
-    paths, ends = Means.zeros(1, generation.steps, 2), Means.zeros(1, 2)
+    first, count, generation = sampling.first, sampling.count, sampling.generation
     plain, starts = torch.zeros(count, *sampling.shape), torch.zeros(count, *sampling.shape)
     changes = torch.zeros(count, generation.steps, 2, dtype=torch.float64)
     for numbers, sampler in samplers(model, sampling):
-        starts[numbers] = sampler.x.cpu()
+        rows = [number - first for number in numbers]
+        starts[rows] = sampler.x.cpu()
         with torch.inference_mode():
             steps = [speeds(sampler, generation.seed, numbers) for _ in range(generation.steps)]
-        changes[numbers] = torch.stack(steps, 1)
-        plain[numbers] = sampler.x.float().cpu()
-    nudge = _nudge(generation.seed, "nudge", range(count), starts)
+        changes[rows] = torch.stack(steps, 1)
+        plain[rows] = sampler.x.float().cpu()
+    nudge = _nudge(generation.seed, "nudge", range(first, first + count), starts)
+    # By number, as all that a sampling has: of those before the first nobody asks.
+    noise = torch.cat([starts.new_zeros(first, *sampling.shape), starts + nudge])
     gaps = torch.zeros(count, 2, dtype=torch.float64)
     finer = replace(sampling, generation=generation.with_(steps=2 * generation.steps))
-    for column, other in enumerate((replace(sampling, noise=starts + nudge), finer)):
+    for column, other in enumerate((replace(sampling, noise=noise), finer)):
         for drawn in generate(model, other):
-            gaps[drawn.rows, column] = _length(drawn.latents.float().cpu() - plain[drawn.rows])
-    mine = slice(own.start, own.stop)
-    changes, gaps = (torch.from_numpy(gathered(world, rows[mine].numpy(), parts)) for rows in (changes, gaps))
-    if not world.first:
-        return None
+            rows = [number - first for number in drawn.rows]
+            gaps[rows, column] = _length(drawn.latents.float().cpu() - plain[rows])
     if not gaps.isfinite().all():
         raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
-    # Batch by batch, as sums depend on their order, and this one on no number of processes.
-    for some in cut(range(count), sampling.batch):
-        paths.add(changes[some.start : some.stop])
-    # Of the nudged end what a unit of nudge becomes; of finer steps the root mean square over dimensions.
     gaps[:, 0] /= _length(nudge)
     gaps[:, 1] /= plain[0].numel() ** 0.5
-    ends.add(gaps)
+    return {"changes": changes, "gaps": gaps}
+
+
+def stability(
+    reacted: Mapping[str, Tensor], generation: Generation, batch: int
+) -> tuple[StabilityRow, list[LipschitzRow]]:
+    """How the ends of paths react, and for each step how fast the field changes there, out of `reactions`."""
+    paths, ends = Means.zeros(1, generation.steps, 2), Means.zeros(1, 2)
+    # Batch by batch, as sums depend on their order.
+    for rows in reacted["changes"].split(batch):
+        paths.add(rows)
+    ends.add(reacted["gaps"])
+    count = len(reacted["gaps"])
     steady = StabilityRow(samples=count, **ends.of(0).fields(["sensitivity", "refinement"]))
     path = [
         LipschitzRow(step=n, t=t, samples=count, **paths.of(0).fields(["lipschitz", "foreseen"], n))
