@@ -32,7 +32,6 @@ from atoll.cli.common import (
 )
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
-from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
 
 ASIDE = 3.0
@@ -219,7 +218,10 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 @CAMPAIGN
 @click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
 @click.option(
-    "--trusted", metavar="KEY", multiple=True, help="Take only what this key signed; may be repeated."
+    "--trusted",
+    metavar="KEY",
+    multiple=True,
+    help="Take only what this PEM file's key or certificate signed; may be repeated.",
 )
 def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
@@ -373,7 +375,7 @@ def report(campaign: str) -> None:
 @click.option("--lora", type=click.IntRange(1), metavar="RANK", help="The experts as LoRA files, alone.")
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
-@click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
+@click.option("--sign", "key", type=LOCAL, help="Private key (PEM) to sign the folder with, or 'sigstore'.")
 @click.option("--push", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub as well.")
 @click.option("--private", is_flag=True, help="With --push: make a new repository private, not public.")
 def export(campaign: str, to: Path, experts: str | None, private: bool, **options: Any) -> None:
@@ -390,7 +392,7 @@ def export(campaign: str, to: Path, experts: str | None, private: bool, **option
         say(f"pushed to {push_folder(root, request.push, private or None).repo_url}")
 
 
-for group in (aesthetics, concepts, data, dashboard, keys, serve):
+for group in (aesthetics, concepts, data, dashboard, serve):
     atoll.add_command(group)
 data.add_command(filter_rows)
 

@@ -16,6 +16,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 LARGEST_K = 4096
 """Most clusters of a model."""
+LARGEST_GRID = 512
+"""Most patches to a side, of which a class makes a table of positions."""
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 
@@ -130,7 +132,7 @@ def check_together(cards: list[Card]) -> None:
     for card in cards[1:]:
         for field in ("partition", "latents", "text", "condition"):
             mine, other = getattr(first, field), getattr(card, field)
-            if mine != other:
+            if mine != other or (field == "latents" and first.shape.latents != card.shape.latents):
                 raise PartitionError(
                     f"{card.title} was made with another {field} than {first.title}"
                     f" ({_short(other)}, {_short(mine)})",

@@ -11,19 +11,19 @@ was published. Each read hashes the weights' file once.
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from atoll.base.errors import AtollError, StoreError
+from atoll.base.errors import AtollError, StoreError, first_line
 from atoll.base.hashing import digest, sha256
 from atoll.base.safe_parse import read_json
-from atoll.model.card import REMEDY, WEIGHTS, Card
-from atoll.store.signatures import SUFFIX
+from atoll.model.card import LARGEST_GRID, REMEDY, WEIGHTS, Card
+from atoll.store.signatures import SIGNATURE, check_trusted
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # what is published is seen without torch; networks are read with it
@@ -88,7 +88,34 @@ class Checkpoint:
         # By content and not by bytes: a config that only was formatted anew is the same.
         if digest(config) != self.card.config_sha256:
             raise self._foreign(CONFIG)
+        self._check_shape(config)
         return config
+
+    def _check_shape(self, config: dict[str, Any]) -> None:
+        # What is drawn has the card's shape; torch would say so in words of its own, when it is drawn.
+        from atoll.networks.families import family
+
+        shape, longest = self.card.shape, max(map(max, self.card.shape.latents))
+        try:
+            if self.card.role == "router":
+                known = {"patch_size": 2, "caption_channels": 0, "num_classes": 0, **config}
+                made = {"text_width": known["caption_channels"] or shape.text_width}
+                made |= {"channels": known["in_channels"], "classes": known["num_classes"] or shape.classes}
+            else:
+                known = {**(adapter := family(self.card.family)).defaults(), **config}
+                made = asdict(adapter.made_for(known, replace(shape, size=longest)))
+                if self.card.family == "sd3" and made["size"] < longest:  # others take larger ones
+                    raise ValueError(f"latents of {longest}, the network takes {made['size']}")
+            for name in ("channels", "text_width", "classes"):
+                if name in made and made[name] != (value := getattr(shape, name)):
+                    raise ValueError(f"{name} {value}, the network {made[name]}")
+            patch = known["patch_size"]
+            if any(side % patch or side // patch > LARGEST_GRID for sides in shape.latents for side in sides):
+                raise ValueError(f"latents of {longest}, the network patches of {patch}")
+        except (ValueError, TypeError, KeyError, ArithmeticError, AtollError) as error:
+            where = self.store.name(f"{self.prefix}/{CARD}")
+            what = f"{where} and {CONFIG} are of two networks (the card has {first_line(error)[:200]})"
+            raise StoreError(what, REMEDY) from None
 
     def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
         """Settings and weights, those of the network that it changes too."""
@@ -191,7 +218,7 @@ class Checkpoint:
             card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
         card = card.model_copy(update=digests)
         if not self.holds(card):
-            self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{CARD}{SUFFIX}")
+            self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{SIGNATURE}")
             self._write(settings, [data], card)
         return card
 
@@ -208,14 +235,18 @@ class Checkpoint:
             for file in FILES:
                 data = blobs.get(file) or self.store.get(f"{self.prefix}/{file}")
                 target.store.put(f"{target.prefix}/{file}", data)
-        # A signature is of the card's bytes, which are the same there; one of an earlier card must not stay.
-        mine, other = f"{self.prefix}/{CARD}{SUFFIX}", f"{target.prefix}/{CARD}{SUFFIX}"
+        # The bytes that were signed are the same there; a signature of an earlier network must not stay.
+        mine, other = f"{self.prefix}/{SIGNATURE}", f"{target.prefix}/{SIGNATURE}"
         signature = self.store.get(mine) if self.store.exists(mine) else None
         if signature is None:
             target.store.delete(other)
         elif not target.store.exists(other) or target.store.get(other) != signature:
             target.store.put(other, signature)
         return card
+
+    def check_trusted(self, trusted: Collection[str]) -> None:
+        """Refuse a network that none of these keys signed; see `signatures.check_trusted`."""
+        check_trusted(self.store, self.prefix, trusted, {WEIGHTS: self.card.weights_sha256})
 
     def holds(self, card: Card) -> bool:
         """Whether the network of this very card lies here, whole."""

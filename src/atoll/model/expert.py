@@ -25,7 +25,7 @@ from atoll.base.safe_parse import read_json
 from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
-from atoll.model.card import REMEDY, Card
+from atoll.model.card import LARGEST_GRID, REMEDY, Card
 from atoll.model.replay import Replayed
 from atoll.networks.families import family
 from atoll.networks.router import Router
@@ -33,7 +33,6 @@ from atoll.store.store import Absent
 from atoll.store.tensors import DTYPES
 
 _LARGEST_HEADER = 10_000_000  # bytes: about 100,000 tensors
-LARGEST_GRID = 512  # patches to a side, of which a class makes a table of positions
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Chart:
 
 def linear_axis(values: Iterable[float], zero: bool = False, title: str = "") -> Axis:
     """An axis whose ends are round and hold all values, and 0 if so asked."""
-    numbers = list(values) or [0.0, 1.0]
+    numbers = [value for value in values if abs(value) < 1e100] or [0.0, 1.0]
     low, high = min(0.0, *numbers) if zero else min(numbers), max(numbers)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - 0.5 * (abs(low) or 1.0) * (not zero), high + 0.5 * (abs(high) or 1.0)
@@ -133,7 +133,7 @@ def linear_axis(values: Iterable[float], zero: bool = False, title: str = "") ->
 
 def log_axis(values: Iterable[float], title: str = "") -> Axis:
     """A logarithmic axis that holds all positive values, with at most six marks at round numbers."""
-    numbers = [value for value in values if value > 0] or [1.0, 10.0]
+    numbers = [value for value in values if 1e-100 < value < 1e100] or [1.0, 10.0]
     low, high = min(numbers), max(numbers)
     if high < 1.05 * low:
         low, high = low / 1.5, high * 1.5
