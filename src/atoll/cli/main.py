@@ -36,6 +36,8 @@ from atoll.cli.serve import dashboard, serve
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of its run tells; torchrun then ends it."""
+MOST = 580
+"""Characters of a line of error: an option may hold any number of them."""
 MODEL = click.Choice(["ensemble", *BESIDE])
 
 
@@ -406,8 +408,8 @@ def main() -> None:
 
 def _numbers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise AtollError(f"{option} {text!r} is no list of numbers", f"write for example {option} 0,2")
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise AtollError(f"{option} {text[:60]!r} is no list of numbers", f"write for example {option} 0,2")
     return [int(part) for part in parts]
 
 
@@ -424,13 +426,15 @@ def run_command(run: Callable[[], Any]) -> int:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
         code = int(getattr(error, "exit_code", 2))
-        click.echo(printable(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}"), err=True)
+        click.echo(
+            printable(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}"[:MOST]), err=True
+        )
         return code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        click.echo(printable(f"error: {' '.join(error.format_message().split())}"), err=True)
+        click.echo(printable(f"error: {' '.join(error.format_message().split())}"[:MOST]), err=True)
         return 2
     # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
