@@ -219,12 +219,7 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
-@click.option(
-    "--trusted",
-    metavar="KEY",
-    multiple=True,
-    help="Take only what this PEM file's key or certificate signed; may be repeated.",
-)
+@click.option("--trusted", metavar="KEY", multiple=True, help="Take only what this (PEM) signed; repeatable.")
 def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
@@ -426,9 +421,8 @@ def run_command(run: Callable[[], Any]) -> int:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
         code = int(getattr(error, "exit_code", 2))
-        click.echo(
-            printable(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}"[:MOST]), err=True
-        )
+        word = "interrupted" if code == INTERRUPTED else "error"
+        click.echo(printable(f"{word}: {error}"[:MOST]), err=True)
         return code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

@@ -16,8 +16,6 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 REMEDY = "restore it, or write the folder again: atoll train, atoll assemble, atoll export, or fetch it"
 LARGEST_K = 4096
 """Most clusters of a model."""
-LARGEST_GRID = 512
-"""Most patches to a side, of which a class makes a table of positions."""
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 

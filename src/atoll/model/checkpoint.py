@@ -13,16 +13,16 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from atoll.base.errors import AtollError, StoreError, first_line
+from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.base.safe_parse import read_json
-from atoll.model.card import LARGEST_GRID, REMEDY, WEIGHTS, Card
+from atoll.model.card import REMEDY, WEIGHTS, Card
 from atoll.store.signatures import SIGNATURE, check_trusted
 from atoll.store.store import Store
 
@@ -84,38 +84,14 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         """Class and arguments of the network."""
+        from atoll.model.expert import check_shape
+
         config: dict[str, Any] = self.store.get_json(f"{self.prefix}/{CONFIG}")
         # By content and not by bytes: a config that only was formatted anew is the same.
         if digest(config) != self.card.config_sha256:
             raise self._foreign(CONFIG)
-        self._check_shape(config)
+        check_shape(self.card, config, self.store.name(f"{self.prefix}/{CARD}"))
         return config
-
-    def _check_shape(self, config: dict[str, Any]) -> None:
-        # What is drawn has the card's shape; torch would say so in words of its own, when it is drawn.
-        from atoll.networks.families import family
-
-        shape, longest = self.card.shape, max(map(max, self.card.shape.latents))
-        try:
-            if self.card.role == "router":
-                known = {"patch_size": 2, "caption_channels": 0, "num_classes": 0, **config}
-                made = {"text_width": known["caption_channels"] or shape.text_width}
-                made |= {"channels": known["in_channels"], "classes": known["num_classes"] or shape.classes}
-            else:
-                known = {**(adapter := family(self.card.family)).defaults(), **config}
-                made = asdict(adapter.made_for(known, replace(shape, size=longest)))
-                if self.card.family == "sd3" and made["size"] < longest:  # others take larger ones
-                    raise ValueError(f"latents of {longest}, the network takes {made['size']}")
-            for name in ("channels", "text_width", "classes"):
-                if name in made and made[name] != (value := getattr(shape, name)):
-                    raise ValueError(f"{name} {value}, the network {made[name]}")
-            patch = known["patch_size"]
-            if any(side % patch or side // patch > LARGEST_GRID for sides in shape.latents for side in sides):
-                raise ValueError(f"latents of {longest}, the network patches of {patch}")
-        except (ValueError, TypeError, KeyError, ArithmeticError, AtollError) as error:
-            where = self.store.name(f"{self.prefix}/{CARD}")
-            what = f"{where} and {CONFIG} are of two networks (the card has {first_line(error)[:200]})"
-            raise StoreError(what, REMEDY) from None
 
     def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
         """Settings and weights, those of the network that it changes too."""

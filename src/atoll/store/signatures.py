@@ -96,8 +96,9 @@ def check_trusted(store: Store, folder: str, trusted: Collection[str], known: Ma
                 raise
             except Exception as error:  # a stranger's bundle makes the libraries below raise anything
                 if asked:
-                    why = str(error).replace("\\", "").split(": Expected")[0].partition("mismatch: ")[2]
-                    why = why.strip("[]'\"")[:200] or first_line(error)[:200]
+                    # A list of texts, the first of which goes on with both digests.
+                    why = str(error).replace("\\", "").partition("mismatch: ")[2][2:].split(": Expected")[0]
+                    why = why.removesuffix("']").removesuffix('"]')[:200] or first_line(error)[:200]
                     raise StoreError(f"{name} is not what its signature says ({why})", _FIX) from None
     raise StoreError(
         f"{name} is signed by {by}, which is not trusted or signed something else", "check the key"
