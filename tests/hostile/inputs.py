@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -713,7 +714,7 @@ ALTERED: dict[str, tuple[Forge, str]] = {
     "README.md changed": (bytes_of("export/README.md", b"run this"), NOT_IT),
     "a file beside": (bytes_of("export/setup.sh", b""), NOT_IT),
     "a file within": (bytes_of("export/tokenizer/more.json", b"{}"), NOT_IT),
-    "experts swapped, all digests agree": (swapped, NOT_IT),
+    "experts swapped, all digests agree": (swapped, "its files are not those of"),
     "a scheduler changed, all digests agree": (
         forged(set_json("export/scheduler/scheduler_config.json", shift=9.0)),
         NOT_IT,
@@ -792,7 +793,7 @@ for n, part in enumerate(("experts/0", "experts/1", "router")):
             ("sizes of no patches", shaped(part, sizes=[[15, 17]]), TWO),
             ("a size of infinity", shaped(part, size=10**400), OF),
             ("texts of 9 numbers", shaped(part, text_width=9), TWO),
-            ("channels of a text", shaped(part, channels="1"), OF),
+            ("channels of a text", shaped(part, channels="x"), OF),
             ("a network of 3 channels", agreed(part, in_channels=3), TWO),
             ("a network of no channels", agreed(part, in_channels=None), TWO),
             ("a network of patches of 0", agreed(part, patch_size=0), TWO),
@@ -884,6 +885,14 @@ for option in ("nan", "inf", "-1"):
 # Results of an island that lead elsewhere, and curves of no training.
 
 RUN_FOLDER = "campaign/islands/0/run"
+
+
+def untrained(arena: Arena) -> None:
+    for part in ("expert", "run"):
+        shutil.rmtree(arena / "campaign/islands/0" / part)
+    (arena / RUN_FOLDER).mkdir()
+
+
 for n, (place, name) in enumerate(
     {
         "a tracker's folder": (RUN_FOLDER, "tensorboard"),
@@ -892,12 +901,18 @@ for n, (place, name) in enumerate(
         "a checkpoint": (f"{RUN_FOLDER}/checkpoints", "000000001-x"),
     }.items()
 ):
-    row(f"results of an island: {place} is a link", link(*name), TRAIN, "is a link", slow=n > 1)
+    row(
+        f"results of an island: {place} is a link",
+        both(untrained, link(*name)),
+        TRAIN,
+        "is a link",
+        slow=n > 1,
+    )
 
 
 def linked_file(arena: Arena) -> None:
     replace(arena.folder / "elsewhere.jsonl", b"not yours")
-    (arena / RUN_FOLDER / "metrics.jsonl").unlink()
+    untrained(arena)
     (arena / RUN_FOLDER / "metrics.jsonl").symlink_to(arena.folder / "elsewhere.jsonl")
 
 

@@ -20,7 +20,7 @@ from atoll.encoders.registry import text_parts, with_tokenizers
 from atoll.encoders.text import TextEncoder, prompt_length
 from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
-from atoll.export.call import Call, check_flow, checked_latents, set_times
+from atoll.export.call import Call, check_flow, checked_latents, set_times, without_reports
 from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.export.push import push_folder
 from atoll.model.bank import Bank
@@ -313,7 +313,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             if not isinstance(value, kind):
                 raise ConfigError(f"{option}={repr(value)[:60]}", fix)
         hub = {"revision": revision, "local_files_only": local_files_only}
-        with border(name):
+        with border(name), without_reports():
             folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
             root, networks = folder.root, dict(folder.networks)
             limited, router = residency is not None and residency.limited, networks.pop("router")
