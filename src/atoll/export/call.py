@@ -199,19 +199,6 @@ def quiet_loading() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-@contextmanager
-def without_reports() -> Iterator[None]:
-    """Load without the report of transformers on weights that do not fit: a stranger's names are in it."""
-    from transformers.utils import logging as reports
-
-    level = reports.get_verbosity()
-    reports.set_verbosity_error()
-    try:
-        yield
-    finally:
-        reports.set_verbosity(level)
-
-
 def set_times(scheduler: Any, steps: int, shape: Sequence[int]) -> tuple[Any, int]:
     """Set a scheduler's times for latents `(C, H, W)`; it, or a copy, and the steps of a `Sampler` by it.
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
-from atoll.encoders.registry import text_parts, with_tokenizers
+from atoll.encoders.registry import text_parts, with_tokenizers, without_reports
 from atoll.encoders.text import TextEncoder, prompt_length
 from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
-from atoll.export.call import Call, check_flow, checked_latents, set_times, without_reports
+from atoll.export.call import Call, check_flow, checked_latents, set_times
 from atoll.export.encoders import by_name, cast, check_encoders
 from atoll.export.push import push_folder
 from atoll.model.bank import Bank
