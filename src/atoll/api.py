@@ -26,6 +26,7 @@ from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Residency
 from atoll.model.model import Model
+from atoll.model.opened import border
 from atoll.model.routing import WeightFunction
 from atoll.recipes import catalogue
 from atoll.train.run import train_run
@@ -96,7 +97,8 @@ def load(
     # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
         if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
-            return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
+            with border(source):
+                return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
         source = Campaign.open(source)
     if name not in (models := ["ensemble", *SINGLE]):
         raise ConfigError(f"there is no model {name!r}", nearest(name, models))

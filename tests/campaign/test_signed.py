@@ -1,16 +1,20 @@
 """Who made a model: islands sign their results, exports are signed, and whoever takes them asks for keys."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from model_signing import hashing, signing, verifying
 
 from atoll import AtollPipeline, Model, load
 from atoll.base.errors import StoreError
 from atoll.campaign.publication import KEY, promote
 from atoll.store.log import Log
+from atoll.store.signatures import SIGNATURE, signer
 from atoll.store.store import Store
 from helpers import command, refused
+from keys import key_pair
 
 Capture = pytest.CaptureFixture[str]
 
@@ -22,33 +26,44 @@ def campaign(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def key(tmp_path: Path, capsys: Capture) -> Path:
-    assert command(capsys, "keys", "new", tmp_path / "key").code == 0
-    return tmp_path / "key"
+def key(tmp_path: Path) -> Path:
+    return key_pair(tmp_path / "key")[0]
 
 
 @pytest.fixture
-def public(key: Path, capsys: Capture) -> str:
-    return command(capsys, "keys", "show", key).out.strip()
+def public(key: Path) -> str:
+    return str(key.with_suffix(".pub"))
+
+
+def sign_all(campaign: Path, key: Path) -> None:
+    """Sign all that a campaign has published with the command of the standard, which knows no Atoll."""
+    for card in sorted(campaign.glob("**/expert/card.json")):
+        signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(
+            hashing.Config().set_ignored_paths(paths=[SIGNATURE])
+        ).sign(card.parent, card.parent / SIGNATURE)
 
 
 def test_only_what_a_trusted_key_signed_is_assembled(
     campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
 ) -> None:
     assert "Nothing that is published is signed." in command(capsys, "status", campaign).out
-    refused(command(capsys, "assemble", campaign, "--trusted", public), "card.json is unsigned")
+    refused(command(capsys, "assemble", campaign, "--trusted", public), "expert is unsigned (no model.sig)")
     for name, keys in (("ensemble", []), ("monolith", []), ("monolith", [public])):
-        with pytest.raises(StoreError, match=r"card\.json is unsigned"):
+        with pytest.raises(StoreError, match="expert is unsigned"):
             load(campaign, name, trusted=keys)
-    assert "signed islands/0/expert/card.json" in command(capsys, "keys", "sign", campaign, "--key", key).out
-    assert f"Signed by {public}: expert 0" in command(capsys, "status", campaign).out
+    sign_all(campaign, key)
+    name = signer(Store.open(campaign), "islands/0/expert")
+    assert f"Signed by {name}, unchecked: expert 0" in command(capsys, "status", campaign).out
     assert command(capsys, "assemble", campaign, "--trusted", public).code == 0
     assert load(campaign, "monolith", trusted=[public]).card.role == "monolith"
-    assert f"| experts/0 | `{public}` |" in (campaign / "ensemble/README.md").read_text()
+    assert f"| experts/0 | `{name}` |" in (campaign / "ensemble/README.md").read_text()
 
-    other = command(capsys, "keys", "new", tmp_path / "other").out.strip()
-    refused(command(capsys, "assemble", campaign, "--trusted", other), f"{public}, which is not trusted")
-    refused(command(capsys, "assemble", campaign, "--trusted", "mine"), "'mine' is no public key")
+    _, other = key_pair(tmp_path / "other")
+    refused(command(capsys, "assemble", campaign, "--trusted", other), f"{name}, which is not trusted")
+    refused(command(capsys, "assemble", campaign, "--trusted", "mine"), "cannot read mine")
+    settings = campaign / "campaign.yaml"
+    settings.write_text(f"{settings.read_text()}\ntrusted: [{json.dumps(Path(public).read_text())}]\n")
+    assert f"Signed by {name}: expert 0" in command(capsys, "status", campaign).out
     card = campaign / "islands/1/expert/card.json"
     card.write_text(card.read_text() + " ")
     shutil.rmtree(campaign / "islands/1/run")
@@ -63,12 +78,13 @@ def test_an_island_signs_what_it_publishes(
     store = Store.open(campaign / "islands/0")
     promote(store, Log(store.sub("run"), ""))
     said = command(capsys, "status", campaign).out
-    assert f"Signed by {public}: expert 0." in said and "Unsigned: expert 1, router" in said
+    name = signer(store, "expert")
+    assert f"Signed by {name}, unchecked: expert 0." in said and "Unsigned: expert 1, router" in said
     other = Store.open(campaign / "islands/1")
     other.put("expert/card.json", other.get("expert/card.json") + b" ")  # by whoever can write there
     with pytest.raises(StoreError, match="is not the one that its run published"):
         promote(other, Log(other.sub("run"), ""))
-    assert not other.exists("expert/card.json.sig")
+    assert not other.exists(f"expert/{SIGNATURE}")
     monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
     shutil.rmtree(campaign / "islands/1/expert")
     shutil.rmtree(campaign / "islands/1/run")
@@ -79,16 +95,16 @@ def test_an_island_signs_what_it_publishes(
 def test_what_samples_asks_for_the_keys_that_the_campaign_trusts(
     campaign: Path, key: Path, public: str, capsys: Capture
 ) -> None:
-    assert command(capsys, "keys", "sign", campaign, "--key", key).code == 0
+    sign_all(campaign, key)
     settings = campaign / "campaign.yaml"
     settings.write_text(f"{settings.read_text()}\ntrusted: ['{public}']\n")
     assert command(capsys, "assemble", campaign).code == 0
     draw = "sample", campaign, "house", "--steps", "1", "--out", campaign / "x.png"
     assert command(capsys, *draw).code == 0
     # Whoever can write there puts another's expert into it, and makes all hashes agree.
-    (campaign / "ensemble/experts/0/card.json.sig").unlink()
-    refused(command(capsys, *draw), "ensemble/experts/0/card.json is unsigned")
-    refused(command(capsys, "evaluate", campaign, "--samples", "2"), "card.json is unsigned")
+    (campaign / "ensemble/experts/0/model.sig").unlink()
+    refused(command(capsys, *draw), "ensemble/experts/0 is unsigned")
+    refused(command(capsys, "evaluate", campaign, "--samples", "2"), "is unsigned")
 
 
 @pytest.mark.parametrize("part", ["scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json"])
@@ -96,7 +112,7 @@ def test_a_signed_export_that_lost_a_file_is_refused(
     part: str, campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
 ) -> None:
     signed = tmp_path / "signed"
-    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--key", key).code == 0
+    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--sign", key).code == 0
     (signed / part).unlink()
     for opened in (AtollPipeline.from_pretrained, Model.load):
         with pytest.raises(StoreError, match=f"{part} is missing"):
@@ -107,16 +123,17 @@ def test_an_export_is_signed_and_its_signature_fits_no_other(
     campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
 ) -> None:
     signed, plain = tmp_path / "signed", tmp_path / "plain"
-    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--key", key).code == 0
+    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--sign", key).code == 0
     assert command(capsys, "export", campaign, "--to", plain, "--no-picture", "--experts", "0").code == 0
+    verifying.Config().use_elliptic_key_verifier(public_key=public).verify(signed, signed / SIGNATURE)
     AtollPipeline.from_pretrained(signed, trusted=[public])
     assert Model.load(signed, trusted=[public]).card.role == "router"
     for opened in (AtollPipeline.from_pretrained, Model.load):
         with pytest.raises(StoreError, match="is unsigned"):
             opened(plain, trusted=[public])
-    shutil.copy(signed / "ensemble.json.sig", plain)
+    shutil.copy(signed / SIGNATURE, plain)
     with pytest.raises(StoreError, match="not what its signature says"):
         AtollPipeline.from_pretrained(plain, trusted=[public])
     AtollPipeline.from_pretrained(plain)
     assert command(capsys, "export", campaign, "--to", signed, "--no-picture").code == 0
-    assert not (signed / "ensemble.json.sig").exists(), "another export is not the one that was signed"
+    assert not (signed / SIGNATURE).exists(), "another export is not the one that was signed"

@@ -19,6 +19,7 @@ from atoll.networks.lora import own
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig
 from helpers import Run, refused, write_campaign
 from helpers_networks import CLASSES, TEXT, TINY, card, conditions, denoiser, noise, random_weights
+from keys import key_pair
 
 B, T = 3, torch.tensor([0.1, 0.5, 0.9])
 PIPELINES = {"sd3": StableDiffusion3Pipeline, "flux": FluxPipeline}
@@ -119,8 +120,8 @@ def test_what_is_no_change_is_refused(tmp_path: Path, run: Run) -> None:
     written = settings.read_text()
     settings.write_text(f"{written}\nquarantine: [0]\n")
     refused(run(*words, "2"), "no expert yet")
-    settings.write_text(f"{written}\ntrusted: ['ed25519:dZxCM5yHezscrBPIvy/14yBCL5jF3waXPiYoPEWAqko=']\n")
-    refused(run(*words, "2"), "expert/card.json is unsigned")
+    settings.write_text(f"{written}\ntrusted: ['{key_pair(tmp_path / 'key')[1]}']\n")
+    refused(run(*words, "2"), "expert is unsigned")
     settings.write_text(written)
     path = tmp_path / "c/islands/0/expert/card.json"
     tree = json.loads(path.read_text())

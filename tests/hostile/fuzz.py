@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ if __name__ == "__main__":
 
 from hostile import calls
 from hostile.arena import Arena, Outcome
-from hostile.mutate import agree, mutated
+from hostile.mutate import agree, linked, mutated
 from nursery import Nursery
 
 SECONDS = 40.0  # a comparison alone takes 3, and other jobs may share the machine
@@ -60,6 +61,8 @@ READERS = {
     "source/*": ["data ingest {fresh} --set data.source={source}"],
     "listed/*": ["data ingest {fresh} --set data.source={listed}"],
     "commas/*": ["data ingest {fresh} --set data.source={commas}"],
+    "tar/*": ["data ingest {fresh} --set data.source={tar}/a.tar --set data.ingest.size=8"],
+    "bodies/*": ["asked"],
     "table/*": ["data ingest {fresh} --set data.source={table}/a.parquet --set data.ingest.caption=caption"],
 }
 """Patterns of files and the commands that read them; the first that fits a file counts."""
@@ -94,18 +97,24 @@ class Fuzzer:
         place, commands = random.choice(self.files[random.choice(sorted(self.files))])
         command, template = random.choice(commands), place.split("/")[0]
         wanted = {template} | ({"fresh"} if "{fresh}" in command else set())
+        wanted |= {"campaign"} if command == "asked" else set()
         folder = self.scratch / str(number)
         places = {name: self.templates[name] for name in sorted(wanted)}
         arena = Arena(folder, places, self.nursery, SECONDS, large=0)
         try:
-            data, how = mutated(arena / place, random)
-            (arena / place).unlink()
-            (arena / place).write_bytes(data)
-            if random.random() < 0.5:
+            if random.random() < 0.05:
+                how = linked(arena / place, arena.folder / "beside.txt", random)
+            else:
+                data, how = mutated(arena / place, random)
+                (arena / place).unlink()
+                (arena / place).write_bytes(data)
+            if random.random() < 0.5 and (arena / place).is_file():
                 how += ", digests agree"
                 agree(arena / template, arena / place)
             names = {name: str(arena / name) for name in self.templates} | {"inside": str(arena.inside)}
             call = (command, str(arena / template)) if hasattr(calls, command) else ()
+            if command == "asked":
+                call = command, str(arena / "campaign"), str(arena / place)
             argv = () if call else [part.format(**names) for part in command.split()]
             outcome = arena.run(*argv, call=call)
             return Found(number, f"{place}: {how}: {command}", cause(outcome), outcome.said)
@@ -155,9 +164,18 @@ def mutable(handed: dict[str, Path], folder: Path) -> dict[str, Path]:
     (folder / "commas/metadata.csv").write_text("\n".join(lines))
     pictures = [{"bytes": (folder / "table" / file).read_bytes(), "path": file} for file in files]
     pq.write_table(pa.table({"image": pictures, "caption": files}), folder / "table/a.parquet")
-    for file in files:
-        (folder / "table" / file).unlink()
-    return made | {name: folder / name for name in ("training", "listed", "commas", "table")}
+    (folder / "tar").mkdir()
+    with tarfile.open(folder / "tar/a.tar", "w") as archive:
+        for file in files:
+            archive.add(folder / "table" / file, file)
+            archive.add(folder / "source" / f"{file[:-4]}.txt", f"{file[:-4]}.txt")
+            (folder / "table" / file).unlink()
+    (folder / "bodies").mkdir()
+    for number, more in enumerate(({}, {"n": 2, "size": "16x16"}, {"steps": 1, "shift": 2.0, "seed": 1})):
+        body = {"prompt": "house", "model": "ensemble:top-1", **more}
+        (folder / f"bodies/{number}.json").write_text(json.dumps(body))
+    new = ("training", "listed", "commas", "table", "tar", "bodies")
+    return made | {name: folder / name for name in new}
 
 
 def fuzz(numbers: Sequence[int], fuzzer: Fuzzer, seconds: float) -> list[Found]:

@@ -1,8 +1,10 @@
 """Hostile inputs, one a row: what is forged, the command that meets it, and how it has to end."""
 
+import base64
 import io
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +17,11 @@ from PIL import Image
 from safetensors.torch import load_file, save
 
 from atoll.base.hashing import digest_tensors, sha256
+from atoll.store.signatures import SIGNATURE, sign
+from atoll.store.store import Store
 from hostile.arena import Arena, edit, relisted, replace
 from hostile.mutate import agree
+from keys import key_pair
 
 DEEP = b"[" * 100_000
 DIGITS = b"1" * 5_000
@@ -646,3 +651,296 @@ for name, keep in {
             ("no condition",),
         )
     )
+
+
+# Signatures of those whom one trusts, or of those who pretend to be them.
+
+SIGNED, MINE = f"export/{SIGNATURE}", "mine.pub"
+
+
+def signed(*after: Forge) -> Forge:
+    """An export that a maker signed, `mine.pub` beside it, and what was done to it since."""
+
+    def forge(arena: Arena) -> None:
+        private, _ = key_pair(arena / "mine")
+        folder = Store.open(arena / "export")
+        files = {path: sha256(folder.path(path)) for path in folder.list()}
+        sign(folder, "", files, private)
+
+    return both(forge, *after)
+
+
+def resigned(**ignored: Any) -> Forge:
+    """Signed by somebody else, with what names the trusted key in it."""
+
+    def forge(arena: Arena) -> None:
+        named = json.loads((arena / SIGNED).read_bytes())["verificationMaterial"]
+        private, _ = key_pair(arena / "other")
+        folder = Store.open(arena / "export")
+        sign(folder, "", {path: sha256(folder.path(path)) for path in folder.list()}, private)
+        edit(arena / SIGNED, lambda tree: {**tree, "verificationMaterial": named, **ignored})
+
+    return forge
+
+
+def swapped(arena: Arena) -> None:
+    folders = [arena / f"export/experts/{number}" for number in (0, 1)]
+    folders[0].rename(arena / "export/experts/x")
+    folders[1].rename(folders[0])
+    (arena / "export/experts/x").rename(folders[1])
+    relisted(arena / "export")
+
+
+def payload(change: Callable[[Any], object]) -> Forge:
+    """Another statement under the same signature."""
+
+    def forge(arena: Arena) -> None:
+        def alter(tree: Any) -> None:
+            statement = json.loads(base64.b64decode(tree["dsseEnvelope"]["payload"]))
+            change(statement)
+            tree["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+
+        edit(arena / SIGNED, alter)
+
+    return forge
+
+
+def gone(place: str) -> Forge:
+    return lambda arena: (arena / place).unlink()
+
+
+NOT_IT, NOT_TRUSTED, NONE = "not what its signature says", "which is not trusted", f"{SIGNATURE} is no"
+ALTERED: dict[str, tuple[Forge, str]] = {
+    "README.md changed": (bytes_of("export/README.md", b"run this"), NOT_IT),
+    "a file beside": (bytes_of("export/setup.sh", b""), NOT_IT),
+    "a file within": (bytes_of("export/tokenizer/more.json", b"{}"), NOT_IT),
+    "experts swapped, all digests agree": (swapped, "its files are not those of"),
+    "a scheduler changed, all digests agree": (
+        forged(set_json("export/scheduler/scheduler_config.json", shift=9.0)),
+        NOT_IT,
+    ),
+    "a manifest that lists less": (change(EXPORTED, lambda tree: tree["files"].pop()), NOT_IT),
+    "its scheduler gone": (gone("export/scheduler/scheduler_config.json"), "is missing"),
+    "README.md gone": (gone("export/README.md"), NOT_IT),
+    "no signature": (gone(SIGNED), "is unsigned"),
+    "another signer in its name": (resigned(), NOT_TRUSTED),
+    "another signer of another type": (resigned(mediaType="text/plain"), NOT_TRUSTED),
+    "a statement of fewer files": (payload(lambda tree: tree["predicate"]["resources"].pop()), NOT_TRUSTED),
+    "a statement that ignores all": (
+        payload(lambda tree: tree["predicate"]["serialization"].update(ignore_paths=["."])),
+        NOT_TRUSTED,
+    ),
+    "no signatures": (set_json(SIGNED, dsseEnvelope__signatures=[]), NOT_TRUSTED),
+    "a signature of zeros": (set_json(SIGNED, dsseEnvelope__signatures=[{"sig": "AAAA"}]), NOT_TRUSTED),
+    "a certificate of garbage": (
+        set_json(SIGNED, verificationMaterial={"certificate": {"rawBytes": "AAAA"}}),
+        NOT_TRUSTED,
+    ),
+    "a key's name for a terminal": (
+        set_json(SIGNED, verificationMaterial__publicKey__hint="\x1b[2J\u202e"),
+        NONE,
+    ),
+    "deep JSON": (bytes_of(SIGNED, DEEP), NONE[:-3]),
+    "a huge number": (bytes_of(SIGNED, b'{"verificationMaterial": %s}' % DIGITS), NONE),
+    "empty": (bytes_of(SIGNED, b""), NONE[:-3]),
+    "a pipe": (pipe(SIGNED), "is unsigned"),
+    "a link to a device": (both(gone(SIGNED), device(SIGNED)), "is unsigned"),
+}
+for n, (name, (forge, word)) in enumerate(ALTERED.items()):
+    call = ("trusted", "{export}", f"{{inside}}/{MINE}")
+    ROWS.append(Row(f"a signed export: {name}", signed(forge), (), (word,), call, slow=n % 3 > 0))
+ROWS.append(Row("a signed export as it was", signed(), (), (), ("trusted", "{export}", f"{{inside}}/{MINE}")))
+for name, (forge, word) in {
+    "a pipe": (pipe("x.txt"), "x.txt is no file"),
+    "a device": (device("x.txt"), "x.txt is no file"),
+    "pictures": (bytes_of("x.txt", pixels()), "no public key"),
+    "large": (bytes_of("x.txt", bytes(2**21)), "bytes"),
+    "deep": (bytes_of("x.txt", b"-----BEGIN PUBLIC KEY-----" + DEEP), "no public key"),
+    "a private one": (lambda arena: key_pair(arena / "x")[0].rename(arena / "x.txt"), "no public key"),
+    "of no curve of the standard": (
+        lambda arena: key_pair(arena / "x", "secp256k1")[1].rename(arena / "x.txt"),
+        "no public key",
+    ),
+}.items():
+    row(f"a trusted key that is {name}", forge, f"{ASSEMBLE} --trusted {{inside}}/x.txt", word)
+    call = f"{EXPORT} --sign {{inside}}/x.txt"
+    if name != "a private one":
+        row(f"a signing key that is {name}", forge, call, word.replace("public", "private"), slow=True)
+
+
+# Cards and networks of two minds.
+
+
+def agreed(part: str, **values: Any) -> Forge:
+    """A changed `config.json` whose digests all agree."""
+    place = f"export/{part}/config.json"
+    return both(set_json(place, **values), lambda arena: agree(arena / "export", arena / place))
+
+
+def shaped(part: str, **values: Any) -> Forge:
+    named = {f"shape__{key}": value for key, value in values.items()}
+    return forged(set_json(f"export/{part}/card.json", **named))
+
+
+TWO, OF = "are of two networks", "card.json"
+for n, part in enumerate(("experts/0", "experts/1", "router")):
+    for m, (name, forge, word) in enumerate(
+        (
+            ("3 channels", shaped(part, channels=3), TWO),
+            ("60,000 channels", shaped(part, channels=60_000), TWO),
+            ("a size of 65,536", shaped(part, size=65_536), TWO),
+            ("a size of no patches", shaped(part, size=15), TWO),
+            ("sizes of no patches", shaped(part, sizes=[[15, 17]]), TWO),
+            ("a size of infinity", shaped(part, size=10**400), OF),
+            ("texts of 9 numbers", shaped(part, text_width=9), TWO),
+            ("channels of a text", shaped(part, channels="x"), OF),
+            ("a network of 3 channels", agreed(part, in_channels=3), TWO),
+            ("a network of no channels", agreed(part, in_channels=None), TWO),
+            ("a network of patches of 0", agreed(part, patch_size=0), TWO),
+            ("a network of patches of 3", agreed(part, patch_size=3), TWO),
+            ("a network of patches of a list", agreed(part, patch_size=[2]), TWO),
+            ("a network of texts of 9 numbers", agreed(part, caption_channels=9), TWO),
+        )
+    ):
+        ROWS.append(
+            Row(f"{part}: {name}", forge, (), (word,), ("pipeline", "{export}"), slow=(m + n) % 3 > 0)
+        )
+sizes = both(*(set_json(card, shape__size=8) for card in CARDS[:2]), lambda arena: relisted(arena / "export"))
+load("an expert of another size than the others", sizes, "another latents than")
+
+
+# What torch, transformers and Python say of a stranger's files.
+
+
+def header(change: Callable[[dict[str, Any]], object], part: str = "experts/0") -> Forge:
+    """Another header of an expert's weights, all digests agreeing."""
+
+    def forge(arena: Arena) -> None:
+        path = arena / f"export/{part}/{WEIGHTS}"
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        tree = json.loads(data[8 : 8 + length])
+        change(next(value for name, value in tree.items() if name != "__metadata__"))
+        text = json.dumps(tree).encode()
+        replace(path, len(text).to_bytes(8, "little") + text + data[8 + length :])
+        card = arena / f"export/{part}/card.json"
+        edit(card, lambda tree: {**tree, "weights_sha256": sha256(path.read_bytes())})
+        relisted(arena / "export")
+        edit(
+            arena / EXPORTED,
+            lambda tree: {**tree, "parts": {**tree["parts"], part: sha256(path.read_bytes())}},
+        )
+
+    return forge
+
+
+TEXT = "export/text_encoder/config.json"
+FOREIGN: dict[str, Forge] = {
+    "a shape of infinity": header(lambda entry: entry.update(shape=[1e400])),
+    "a shape of 10**30": header(lambda entry: entry.update(shape=[10**30])),
+    "a negative shape": header(lambda entry: entry.update(shape=[-1, -1])),
+    "numbers of float8": header(lambda entry: entry.update(dtype="F8_E4M3")),
+    "offsets of infinity": header(lambda entry: entry.update(data_offsets=[0, 1e400])),
+    "a text encoder without a vocabulary": forged(set_json(TEXT, vocab_size=0)),
+    "a text encoder of few positions": forged(set_json(TEXT, max_position_embeddings=1)),
+    "a text encoder of an unknown activation": forged(set_json(TEXT, hidden_act="evil")),
+    "a text encoder of another width": forged(set_json(TEXT, hidden_size=7)),
+    "a text encoder of a text as width": forged(set_json(TEXT, hidden_size="x")),
+    "a tokenizer that is a list": forged(bytes_of("export/tokenizer/tokenizer.json", b"[]")),
+}
+for n, (name, forge) in enumerate(FOREIGN.items()):
+    for m, function in enumerate(("pipeline", "model")):
+        ROWS.append(
+            Row(f"{function}: {name}", forge, (), ("error",), (function, "{export}"), slow=(n + m) % 2 > 0)
+        )
+for length in (-1, 0.5, 10**9):
+    forge = forged(*(set_json(card, text__max_length=length) for card in CARDS))
+    load(f"texts of at most {length} tokens", forge, "card.json" if length < 1 else "")
+
+
+# Numbers without an end, and none.
+
+for n, (name, argv) in enumerate(
+    {
+        "islands": f"{SET} islands={DIGITS.decode()}",
+        "an island's number": f"{SET} islands={{{{{DIGITS.decode()}:{{{{}}}}}}}}",
+        "a seed": f"{SET} seed=-{DIGITS.decode()}",
+        "a list": f"{SET} quarantine=[{DIGITS.decode()}]",
+        "quarantined experts": f"{ASSEMBLE} --quarantine {DIGITS.decode()}",
+        "an option": f"{SAMPLE} --steps {DIGITS.decode()}",
+        "a seed's option": f"{SAMPLE} --seed {DIGITS.decode()}",
+        "a guidance": f"{SAMPLE} --guidance {DIGITS.decode()}",
+        "GPUs": f"{PLAN} --gpus {DIGITS.decode()}",
+        "a part": f"data ingest {{campaign}} --part {DIGITS.decode()}/{DIGITS.decode()}",
+    }.items()
+):
+    row(f"5,000 digits as {name}", nothing, argv, "error", slow=n % 2 > 0)
+for key in ("train.lr", "sampling.guidance", "sampling.shift", "launch.memory_gb", "partition.max_share"):
+    for number in (".nan", ".inf", "-.inf"):
+        row(f"{key} of {number}", nothing, f"{SET} {key}={number}", key, slow=number != ".nan")
+for option in ("nan", "inf", "-1"):
+    row(f"a guidance of {option}", nothing, f"{SAMPLE} --guidance {option}", "guidance")
+
+
+# Results of an island that lead elsewhere, and curves of no training.
+
+RUN_FOLDER = "campaign/islands/0/run"
+
+
+def untrained(arena: Arena) -> None:
+    for part in ("expert", "run"):
+        shutil.rmtree(arena / "campaign/islands/0" / part)
+    (arena / RUN_FOLDER).mkdir()
+
+
+for n, (place, name) in enumerate(
+    {
+        "a tracker's folder": (RUN_FOLDER, "tensorboard"),
+        "previews": (RUN_FOLDER, "previews2"),
+        "a file of a tracker": (f"{RUN_FOLDER}/wandb/run-1", "logs"),
+        "a checkpoint": (f"{RUN_FOLDER}/checkpoints", "000000001-x"),
+    }.items()
+):
+    row(
+        f"results of an island: {place} is a link",
+        both(untrained, link(*name)),
+        TRAIN,
+        "is a link",
+        slow=n > 1,
+    )
+
+
+def linked_file(arena: Arena) -> None:
+    replace(arena.folder / "elsewhere.jsonl", b"not yours")
+    untrained(arena)
+    (arena / RUN_FOLDER / "metrics.jsonl").symlink_to(arena.folder / "elsewhere.jsonl")
+
+
+row("results of an island: its metrics are a link", linked_file, TRAIN, "is a link")
+for loss in ("0", "5e-324", "1e308", "-1e308", "1e-200"):
+    lines = b"".join(b'{"step": %d, "samples": %d, "loss": %s}\n' % (n, n, loss.encode()) for n in range(9))
+    row(f"a loss of {loss}", bytes_of(f"{RUN_FOLDER}/metrics.jsonl", lines), REPORT, slow=loss != "5e-324")
+
+
+# Requests to a server.
+
+LONG = "x" * 50_000
+for n, (name, body, word) in enumerate(
+    (
+        ("a shift of 1e-300", {"prompt": "a", "shift": 1e-300}, "shift"),
+        ("a shift of 1e-9", {"prompt": "a", "shift": 1e-9}, "shift"),
+        ("a long model", {"prompt": "a", "model": LONG}, "there is no model"),
+        ("a long field", {"prompt": "a", LONG: 1}, "there is no field"),
+        ("a long size", {"prompt": "a", "size": LONG}, "size"),
+        ("a long routing", {"prompt": "a", "routing": LONG}, "routing"),
+        ("a long format", {"prompt": "a", "output_format": LONG}, "output_format"),
+        ("a size of 0", {"prompt": "a", "size": "0x0"}, "size"),
+        ("an endless size", {"prompt": "a", "size": f"{DIGITS.decode()}x1"}, "size"),
+        ("endless steps", {"prompt": "a", "steps": 10**4000}, "steps"),
+        ("a list", [[]], "no JSON object"),
+        ("a seed of 2**64", {"prompt": "a", "seed": 2**64}, "seed"),
+    )
+):
+    call = ("asked", "{campaign}", "{inside}/body.json")
+    forge = bytes_of("body.json", json.dumps(body).encode())
+    ROWS.append(Row(f"a request: {name}", forge, (), (word,), call, slow=n % 4 > 0))

@@ -1,11 +1,18 @@
 """Mutations of files that Atoll reads: of their structure where they have one, of their bytes where not."""
 
+import io
 import json
+import os
 import re
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
 
 from atoll.base.hashing import digest, sha256
 from hostile.arena import replace
@@ -100,7 +107,92 @@ def _lines(data: bytes, random: Random) -> tuple[bytes, str]:
     return b"\n".join(lines) + b"\n", f"line {at}: {act}"
 
 
+def _parquet(data: bytes, random: Random) -> tuple[bytes, str]:
+    table = pq.read_table(io.BytesIO(data))
+    at = random.randrange(table.num_columns) if table.num_columns else 0
+    names, columns = list(table.column_names), list(table.columns)
+    act = random.choice(("drop", "twice", "rename", "nulls", "type", "type", "rows", "empty", "tree"))
+    if act == "drop":
+        del names[at], columns[at]
+    elif act == "twice":
+        names.append(names[at])
+        columns.append(columns[random.randrange(len(columns))])
+    elif act == "rename":
+        names[at] = random.choice(["", "x" * 5_000, "a\0b", "\u202e", *table.column_names])
+    elif act in ("nulls", "type"):
+        odd = [None, 2**63 - 1, -1.5, float("nan"), "x", b"\xff", [[1]], {"a": {"b": 1}}, "../x", "é" * 9]
+        columns[at] = pa.array([None if act == "nulls" else random.choice(odd)] * table.num_rows)
+    elif act == "tree":
+        values = columns[at].to_pylist()
+        if values:
+            tree, act = structure(json.loads(json.dumps(values, default=repr)), random)
+            tree = tree if isinstance(tree, list) else [tree]
+            columns[at] = pa.array([json.dumps(value) for value in tree][: table.num_rows])
+            columns[at] = pa.array([*columns[at].to_pylist(), *[None] * table.num_rows][: table.num_rows])
+    result = pa.table(columns, names=names)
+    if act in ("rows", "empty"):
+        result = result.slice(0, 0 if act == "empty" else max(0, table.num_rows - 1))
+    written = io.BytesIO()
+    pq.write_table(result, written)
+    return written.getvalue(), f"table: {act}"
+
+
+def _tar(data: bytes, random: Random) -> tuple[bytes, str]:
+    written, act = io.BytesIO(), random.choice(("name", "name", "kind", "size", "twice", "pax", "data"))
+    with tarfile.open(fileobj=io.BytesIO(data)) as old, tarfile.open(fileobj=written, mode="w") as new:
+        members = old.getmembers()
+        at = random.randrange(len(members))
+        for number, info in enumerate(members):
+            content = old.extractfile(info)
+            body = content.read() if content is not None else b""
+            if number == at:
+                if act == "name":
+                    info.name = random.choice(
+                        ["../x.png", "/etc/x.png", "x" * 300, "a\nb.png", ".png", "0.png/x"]
+                    )
+                elif act == "kind":
+                    info.type, info.linkname = bytes([random.choice(b"123456gxLK")]), "/etc/hostname"
+                elif act == "pax":
+                    info.pax_headers = {
+                        random.choice(["path", "size", "comment", "GNU.sparse.map"]): "9" * 400
+                    }
+                elif act == "data":
+                    body, act = bytes_of(body, random)
+                    info.size = len(body)
+                elif act == "twice":
+                    new.addfile(info, io.BytesIO(body))
+            new.addfile(info, io.BytesIO(body))
+    result = written.getvalue()
+    if act == "size":
+        header = bytearray(result[:512])
+        header[124:136] = random.choice([b"77777777777\0", b"00000000000\0", b"-0000000001\0", b"\xff" * 12])
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        result = bytes(header) + result[512:]
+    return result, f"tar: {act}"
+
+
+def linked(path: Path, beside: Path, random: Random) -> str:
+    """Put a link or a pipe where a file was, and say which."""
+    targets = {
+        "device": "/dev/zero",
+        "loop": path.name,
+        "folder": ".",
+        "outside": str(beside),
+        "none": "nowhere",
+    }
+    path.unlink()
+    if (kind := random.choice(["pipe", *targets])) == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(targets[kind])
+    return f"link: {kind}"
+
+
 def _yaml(data: bytes, random: Random) -> tuple[bytes, str]:
+    if random.random() < 0.5:
+        tree, act = structure(yaml.safe_load(data), random)
+        return yaml.safe_dump(tree).encode(), f"tree: {act}"
     lines = data.decode().splitlines()
     at = random.choice(
         [n for n, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("#")]
@@ -119,7 +211,14 @@ def _yaml(data: bytes, random: Random) -> tuple[bytes, str]:
     return "\n".join(lines).encode(), f"line {at}: {act}"
 
 
-KINDS = {".json": _json, ".jsonl": _lines, ".safetensors": _safetensors, ".yaml": _yaml}
+KINDS = {
+    ".json": _json,
+    ".jsonl": _lines,
+    ".parquet": _parquet,
+    ".safetensors": _safetensors,
+    ".tar": _tar,
+    ".yaml": _yaml,
+}
 
 
 def mutated(path: Path, random: Random) -> tuple[bytes, str]:

@@ -30,9 +30,10 @@ from atoll.model.expert import Expert
 from atoll.model.folder import PRETRAIN_PART
 from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
-from atoll.store.signatures import new_key, sign, signer
+from atoll.store.signatures import sign, signer
 from atoll.store.store import Store
 from helpers import Answer, Run, atoll, entries, of_no_number, refused, start
+from keys import key_pair
 
 Drawing = tuple[str | None, float, int]
 
@@ -375,13 +376,12 @@ def test_an_earlier_network_of_shared_pretraining_guides(
 ) -> None:
     half, name = ["sampling.guide_share=0.5"], f"ensemble/{PRETRAIN_PART}"
     campaign = Campaign.open(folder, half)
-    new_key(folder.parent / "key")
-    sign(campaign.store, "pretrain/expert/card.json", folder.parent / "key")
+    sign(campaign.store, "pretrain/expert", {}, key_pair(folder.parent / "key")[0])
     assemble(Campaign.open(folder))
     whole = Checkpoint(campaign.store, name).card
-    assert signer(campaign.store, f"{name}/card.json") is not None
+    assert signer(campaign.store, name) is not None
     assemble(campaign)
-    assert signer(campaign.store, f"{name}/card.json") is None
+    assert signer(campaign.store, name) is None
     (commit,) = [e for e in entries(folder / "pretrain") if e.get("milestone") and e["step"] == 8]
     guide = Checkpoint(campaign.store, name).expert()
     average = load_file(folder / "pretrain/run" / commit["checkpoint"] / "ema.safetensors")

@@ -27,7 +27,7 @@ from atoll.model.folder import (
 from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
 from atoll.store.manifest import check_file
-from atoll.store.signatures import SUFFIX, check_trusted
+from atoll.store.signatures import SIGNATURE
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def assemble(
                 "set sampling.guide_share=1, or require no signatures",
             )
         for run in cards:
-            check_trusted(store, f"{run.network}/card.json", keys)
+            Checkpoint(store, run.network).check_trusted(keys)
     store.sweep("ensemble")
     result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
     card = training.card_at(guide) if guide else None
@@ -120,8 +120,10 @@ def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None
         return False
     hashes = {entry.path: entry.sha256 for entry in manifest.files}
     for run, card in cards.items():
-        part, published = f"ensemble/{part_of(card)}/{CARD}", f"{run.network}/{CARD}"
-        signatures = [store.get(k + SUFFIX) if store.exists(k + SUFFIX) else b"" for k in (part, published)]
+        folders = f"ensemble/{part_of(card)}", run.network
+        part, published = (f"{folder}/{CARD}" for folder in folders)
+        keys = [f"{folder}/{SIGNATURE}" for folder in folders]
+        signatures = [store.get(key) if store.exists(key) else b"" for key in keys]
         if (sha := hashes.get(part.removeprefix("ensemble/"))) is None:
             return False
         if run.role == PRETRAIN and guide is not None:

@@ -23,7 +23,7 @@ from atoll.campaign.runs import Run, RunPlan, experts_of
 from atoll.encoders.text import text_form
 from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS
-from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import settings_of
 from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
 from atoll.networks.families import family, initialise, kept_buffers
@@ -32,7 +32,6 @@ from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.location import resolve
 from atoll.store.manifest import Published, publish, read_published
-from atoll.store.signatures import check_trusted
 from atoll.store.store import Conflict, Store, to_json
 from atoll.store.tensors import read_tensors
 
@@ -202,7 +201,7 @@ class Checkpoints:
             name = resolve(self.beside, config.origin)
             published = Checkpoint(Store.open(name), run.network)
             if config.trusted:
-                check_trusted(published.store, f"{run.network}/{CARD}", config.trusted)
+                published.check_trusted(config.trusted)
             made, tensors = published.read()
             learned = published.card.prediction, published.card.schedule
             wanted = config.objective_of(run.expert)

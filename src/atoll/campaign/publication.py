@@ -65,7 +65,7 @@ def promote(store: Store, log: Log) -> None:
             raise
     if key := os.environ.get(KEY):
         check_published(store)  # nobody signs what another put there
-        sign(store, f"expert/{CARD}", Path(key))
+        sign(store, "expert", {file.path: file.sha256 for file in entry.files}, Path(key))
     _remove_exports(store)
 
 

@@ -20,6 +20,7 @@ from atoll.base.text import columns, many, printable, sharing_sentence, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
+from atoll.model.checkpoint import Checkpoint
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import History
 from atoll.store.signatures import UNSIGNED, signer
@@ -67,7 +68,7 @@ class RunStatus:
     error: str | None = None  # why it failed or cannot be read
     train_flops: float = 0.0  # of the whole run
     published_bytes: int | None = None
-    signer: str | None = None  # public key, `unsigned`, or what is wrong with the signature
+    signer: str | None = None  # by the signature's own word; `unsigned`, or what is wrong with it
 
     @property
     def done_flops(self) -> float:
@@ -266,7 +267,11 @@ class Observer:
                 status.step = status.steps
                 status.published_bytes = sum(store.size(key) for key in store.list(run.network))
             try:
-                status.signer = signer(store, f"{run.network}/card.json") or UNSIGNED
+                status.signer = signer(store, run.network) or UNSIGNED
+                if status.signer != UNSIGNED and (trusted := self.campaign.config.trusted):
+                    Checkpoint(store, run.network).check_trusted(trusted)
+                elif status.signer != UNSIGNED:
+                    status.signer += ", unchecked"
             except AtollError as error:
                 status.signer = f"nobody ({error})"
 

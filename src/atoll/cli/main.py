@@ -32,11 +32,12 @@ from atoll.cli.common import (
 )
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
-from atoll.cli.keys import keys
 from atoll.cli.serve import dashboard, serve
 
 ASIDE = 3.0
 """Seconds that a process holds back an error that another one of its run tells; torchrun then ends it."""
+MOST = 580
+"""Characters of a line of error: an option may hold any number of them."""
 MODEL = click.Choice(["ensemble", *BESIDE])
 
 
@@ -219,9 +220,7 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
-@click.option(
-    "--trusted", metavar="KEY", multiple=True, help="Take only what this key signed; may be repeated."
-)
+@click.option("--trusted", metavar="KEY", multiple=True, help="Take only what this (PEM) signed; repeatable.")
 def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
@@ -374,7 +373,7 @@ def report(campaign: str) -> None:
 @click.option("--lora", type=click.IntRange(1), metavar="RANK", help="The experts as LoRA files, alone.")
 @click.option("--picture/--no-picture", default=True, help="Sample one for the model card.")
 @click.option("--licence", metavar="NAME", help="Licence of the weights, for the model card.")
-@click.option("--key", type=LOCAL, help="Private key to sign the folder with; see 'atoll keys'.")
+@click.option("--sign", "key", type=LOCAL, help="Private key (PEM) to sign the folder with, or 'sigstore'.")
 @click.option("--push", metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub as well.")
 @click.option("--private", is_flag=True, help="With --push: make a new repository private, not public.")
 def export(campaign: str, to: Path, experts: str | None, private: bool, **options: Any) -> None:
@@ -391,7 +390,7 @@ def export(campaign: str, to: Path, experts: str | None, private: bool, **option
         say(f"pushed to {push_folder(root, request.push, private or None).repo_url}")
 
 
-for group in (aesthetics, concepts, data, dashboard, keys, serve):
+for group in (aesthetics, concepts, data, dashboard, serve):
     atoll.add_command(group)
 data.add_command(filter_rows)
 
@@ -405,8 +404,8 @@ def main() -> None:
 
 def _numbers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise AtollError(f"{option} {text!r} is no list of numbers", f"write for example {option} 0,2")
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise AtollError(f"{option} {text[:60]!r} is no list of numbers", f"write for example {option} 0,2")
     return [int(part) for part in parts]
 
 
@@ -423,13 +422,14 @@ def run_command(run: Callable[[], Any]) -> int:
             beside = os.environ.get("LOCAL_RANK", "0") != "0"
             time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
         code = int(getattr(error, "exit_code", 2))
-        click.echo(printable(f"{'interrupted' if code == INTERRUPTED else 'error'}: {error}"), err=True)
+        word = "interrupted" if code == INTERRUPTED else "error"
+        click.echo(printable(f"{word}: {error}"[:MOST]), err=True)
         return code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        click.echo(printable(f"error: {' '.join(error.format_message().split())}"), err=True)
+        click.echo(printable(f"error: {' '.join(error.format_message().split())}"[:MOST]), err=True)
         return 2
     # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ PORT = click.option("--port", type=int, help="0 takes a free one.  [default: 800
 @HOST
 @PORT
 @KEYS
-@click.option("--trusted", multiple=True, help="Public key that must have signed what is served.")
+@click.option("--trusted", multiple=True, help="Key or certificate (PEM) that must have signed this.")
 @SETS
 def serve(
     source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...], **address: Any

@@ -209,6 +209,19 @@ def loading(
         logger.setLevel(level)
 
 
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Load without the report of transformers on weights that do not fit: a stranger's names are in it."""
+    from transformers.utils import logging as reports
+
+    level = reports.get_verbosity()
+    reports.set_verbosity_error()
+    try:
+        yield
+    finally:
+        reports.set_verbosity(level)
+
+
 def weights_hash(network: "nn.Module") -> str:
     """Digest of all parameters and buffers, so that what one network made is never taken for another's."""
     return digest_tensors(dict(network.state_dict()))

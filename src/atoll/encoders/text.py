@@ -24,6 +24,7 @@ from atoll.encoders.registry import (
     check_config,
     loading,
     weights_hash,
+    without_reports,
 )
 
 _FIX = "use 'minilm', a folder, or a hub name that can be reached"
@@ -213,7 +214,7 @@ def text_encoder(
     names, parts = name.split(JOIN), list[tuple[nn.Module, Any]]()
     for one, (weights, words) in zip(names, places or [(one, "") for one in names], strict=True):
         config, location = _config(weights, whole=True)
-        with lean_imports(), loading("text encoder", one, _FIX):
+        with lean_imports(), loading("text encoder", one, _FIX), without_reports():
             import transformers
 
             transformers.utils.logging.disable_progress_bar()
@@ -307,7 +308,7 @@ def _config(name: str, whole: bool = False) -> tuple[Any, str]:
         files = [f"{one}/*{suffix}" for one in both for suffix in (SUFFIXES if whole else [".json"])]
         with loading("text encoder", name, _FIX):
             location = str(Path(snapshot_download(part[1], allow_patterns=files)) / part[2])
-    with lean_imports(), loading("text encoder", name, _FIX):
+    with lean_imports(), loading("text encoder", name, _FIX), without_reports():
         import transformers
 
         check_config(transformers.PretrainedConfig.get_config_dict(location)[0], name)

@@ -14,10 +14,11 @@ from atoll.campaign.folder import Campaign
 from atoll.export.call import quiet_loading
 from atoll.export.encoders import Copied, by_name, check_encoders, copy_encoders
 from atoll.export.pipeline import AtollPipeline
-from atoll.model.folder import MANIFEST, FolderWriter, defaults, read_manifest
+from atoll.model.folder import FolderWriter, defaults, read_manifest
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
-from atoll.store.signatures import SUFFIX, public_key, sign
+from atoll.store.manifest import entry_of
+from atoll.store.signatures import SIGNATURE, check_key, sign
 from atoll.store.store import Store
 
 SHOWN = 8
@@ -64,7 +65,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     """
     store, root = campaign.store, output_folder(request.to)
     if request.key is not None:
-        public_key(request.key)  # a wrong one is told now
+        check_key(request.key)  # a wrong one is told now
     manifest = read_manifest(store)
     chosen = select_experts(request.experts, manifest.experts)
     facts = model_card_facts(campaign, manifest.parts) | (
@@ -81,7 +82,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     # The manifest and its signature are the last to come, so they are the first to go.
     mark_incomplete(root)
     folder = Store.open(root)
-    folder.delete(MANIFEST + SUFFIX)
+    folder.delete(SIGNATURE)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)
     for part in parts.values():
@@ -97,7 +98,9 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         # Once more: the model card shows the picture, and only a finished folder can be sampled.
         writer.finish(facts, picture, request.name)
     if request.key is not None:
-        sign(folder, MANIFEST, request.key)
+        others = (entry_of(folder, "", name) for name in folder.list() if "/" not in name)
+        entries = [*writer.entries, *others]
+        sign(folder, "", {entry.path: entry.sha256 for entry in entries}, request.key)
     say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")
     warn_of_missing(Assembled(manifest.k, list(chosen)))
     return root

@@ -20,13 +20,12 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import experts_of
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.stock import export_stock
-from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
+from atoll.model.checkpoint import Checkpoint, use_default_permissions
 from atoll.model.folder import README
 from atoll.model.opened import output_folder, select_experts
 from atoll.networks.families import family
 from atoll.networks.lora import DOWN, UP, is_change
 from atoll.networks.settings import LoraConfig
-from atoll.store.signatures import check_trusted
 from atoll.store.store import to_json
 
 
@@ -88,7 +87,7 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     """Write a folder for each expert: as diffusers reads it, or peft where a class has no loader."""
     store, root = campaign.store, output_folder(request.to, "LoRA")
     if request.model != "ensemble" or request.key is not None:
-        raise ConfigError("--lora goes without --model and --key", "leave them out")
+        raise ConfigError("--lora goes without --model and --sign", "leave them out")
     parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
     left_out, keys = campaign.config.quarantine, campaign.config.trusted
     there = [number for number, part in enumerate(parts) if part.published and number not in left_out]
@@ -96,7 +95,7 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
         raise PartitionError(f"{store.location} has no expert yet", "train first: atoll launch")
     rows, chosen = list[dict[str, Any]](), select_experts(request.experts, there)
     for number in chosen if keys else ():
-        check_trusted(store, f"{parts[number].prefix}/{CARD}", keys)
+        parts[number].check_trusted(keys)
     if len({parts[number].card.provenance.get("initial_weights") for number in chosen}) > 1:
         raise ConfigError("the experts started from several networks", "name one of them: --experts")
     for number in chosen:

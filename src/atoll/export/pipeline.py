@@ -14,9 +14,9 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput, is_accelerate_available
 from torch import Tensor, nn
 
-from atoll.base.errors import AtollError, ConfigError, first_line
+from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
-from atoll.encoders.registry import text_parts, with_tokenizers
+from atoll.encoders.registry import text_parts, with_tokenizers, without_reports
 from atoll.encoders.text import TextEncoder, prompt_length
 from atoll.encoders.vae import Autoencoder, channels_of
 from atoll.export.bank import ExpertBank
@@ -31,7 +31,7 @@ from atoll.model.expert import RouterModel
 from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter, parts_of
 from atoll.model.generation import Residency
 from atoll.model.model import Model
-from atoll.model.opened import Chosen, check_router, mark_incomplete, open_folder, output_folder
+from atoll.model.opened import Chosen, border, check_router, mark_incomplete, open_folder, output_folder
 from atoll.model.routing import PRETRAIN, Routing
 from atoll.networks.router import Router
 from atoll.store.store import Store
@@ -313,37 +313,32 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             if not isinstance(value, kind):
                 raise ConfigError(f"{option}={repr(value)[:60]}", fix)
         hub = {"revision": revision, "local_files_only": local_files_only}
-        folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
-        root, networks = folder.root, dict(folder.networks)
-        limited, router = residency is not None and residency.limited, networks.pop("router")
-        kwargs |= by_name(router.card, folder.components, kwargs, encoders)
-        pretrain = networks.pop(PRETRAIN_PART).expert() if PRETRAIN_PART in networks else None
-        loaded = {
-            int(part.removeprefix("experts/")): network.open_lazily()
-            if limited or network.card.base
-            else network.expert()
-            for part, network in networks.items()
-        }
-        bank = ExpertBank(loaded, folder.k, residency, pretrain)
-        routed = router.router()
-        routed.network.card = router.card
-        # diffusers warns of its own default without accelerate, and would else take pickle too.
-        kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
-        try:
+        with border(name), without_reports():
+            folder = open_folder(name, experts, trusted, **hub, cache_dir=cache_dir, token=token)
+            root, networks = folder.root, dict(folder.networks)
+            limited, router = residency is not None and residency.limited, networks.pop("router")
+            kwargs |= by_name(router.card, folder.components, kwargs, encoders)
+            pretrain = networks.pop(PRETRAIN_PART).expert() if PRETRAIN_PART in networks else None
+            loaded = {
+                int(part.removeprefix("experts/")): network.open_lazily()
+                if limited or network.card.base
+                else network.expert()
+                for part, network in networks.items()
+            }
+            bank = ExpertBank(loaded, folder.k, residency, pretrain)
+            routed = router.router()
+            routed.network.card = router.card
+            # diffusers warns of its own default without accelerate, and would else take pickle too.
+            kwargs = {"low_cpu_mem_usage": is_accelerate_available(), "use_safetensors": True, **kwargs}
             pipe: Self = super().from_pretrained(root, experts=bank, router=routed.network, **kwargs)
-        except AtollError:
-            raise
-        except Exception as error:  # what diffusers and transformers say of settings that make no sense
-            what = f"diffusers cannot load {root} ({first_line(error)[:200]})"
-            raise ConfigError(what, "fetch or export the folder again, or check the arguments") from None
-        pipe.about, pipe._told_of = folder.about, folder.parts
-        pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
-        bank.warn_of_missing()
-        if torch_dtype is not None:
-            # After the load, since digests are of the numbers as they were written.
-            for part in (pipe.experts, pipe.router, *(getattr(pipe, name) for name in OTHERS)):
-                cast(part if isinstance(part, nn.Module) else None, torch_dtype)
-        return pipe
+            pipe.about, pipe._told_of = folder.about, folder.parts
+            pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
+            bank.warn_of_missing()
+            if torch_dtype is not None:
+                # After the load, since digests are of the numbers as they were written.
+                for part in (pipe.experts, pipe.router, *(getattr(pipe, name) for name in OTHERS)):
+                    cast(part if isinstance(part, nn.Module) else None, torch_dtype)
+            return pipe
 
     def save_pretrained(
         self,

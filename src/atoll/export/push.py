@@ -9,7 +9,7 @@ from huggingface_hub import HfApi
 
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.model.foreign import HUB_NAME
-from atoll.store.signatures import SUFFIX
+from atoll.store.signatures import SIGNATURE
 
 LOGIN = "run 'hf auth login', or set HF_TOKEN to a token that may write"
 REMEDIES: dict[Any, str] = {
@@ -42,7 +42,7 @@ def push_folder(folder: Path, name: str, private: bool | None = None, **options:
         api = HfApi(token=options.pop("token", None))
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         # An expert or a signature of an earlier export would lie beside what no longer names it.
-        stale = [*(f"{part.name}/*" for part in folder.iterdir() if part.is_dir()), f"*{SUFFIX}"]
+        stale = [*(f"{part.name}/*" for part in folder.iterdir() if part.is_dir()), f"*{SIGNATURE}"]
         options = {"commit_message": "Upload AtollPipeline", "delete_patterns": stale, **options}
         return api.upload_folder(repo_id=name, folder_path=folder, **options)
 

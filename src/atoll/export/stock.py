@@ -126,7 +126,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
-        raise ConfigError(f"--key with --model {request.model}", "only exports of an ensemble are signed")
+        raise ConfigError(f"--sign with --model {request.model}", "only exports of an ensemble are signed")
     root = output_folder(request.to, stock.limits.pipeline)
     loaded = by_name(card, allowed=campaign.config.encoders)
     vae = loaded.get("vae")

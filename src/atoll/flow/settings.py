@@ -34,15 +34,16 @@ def shift_at(shift: float | str, tokens: float) -> float:
         return float(shift)
     low, high, few, many = shift_line(shift)
     line = low + (high - low) * (tokens - few) / (many - few)
-    return math.exp(max(-80.0, min(80.0, line)))  # what float32 can hold
+    return math.exp(max(-9.2, min(9.2, line)))  # about 1e-4 to 1e4, as `checked_shift` has it
 
 
 def checked_shift(value: float | str) -> float | str:
     """A time shift as it is; `ValueError` where it is none."""
     with suppress(ValueError):
-        if shift_line(value) if isinstance(value, str) else 0 < value <= 1e4:
+        # Nearer to 0, float32 takes the last time, where 1 + (s - 1) t is s, for a division by 0.
+        if shift_line(value) if isinstance(value, str) else 1e-4 <= value <= 1e4:
             return value
-    raise ValueError(f"write a number over 0 and up to 10000, tokens or tokens({_FLUX})")
+    raise ValueError(f"write a number from 0.0001 to 10000, tokens or tokens({_FLUX})")
 
 
 Shift = Annotated[float | str, AfterValidator(checked_shift)]

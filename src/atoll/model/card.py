@@ -130,7 +130,7 @@ def check_together(cards: list[Card]) -> None:
     for card in cards[1:]:
         for field in ("partition", "latents", "text", "condition"):
             mine, other = getattr(first, field), getattr(card, field)
-            if mine != other:
+            if mine != other or (field == "latents" and first.shape.latents != card.shape.latents):
                 raise PartitionError(
                     f"{card.title} was made with another {field} than {first.title}"
                     f" ({_short(other)}, {_short(mine)})",

@@ -11,7 +11,7 @@ was published. Each read hashes the weights' file once.
 import posixpath
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from atoll.base.errors import AtollError, StoreError
 from atoll.base.hashing import digest, sha256
 from atoll.base.safe_parse import read_json
 from atoll.model.card import REMEDY, WEIGHTS, Card
-from atoll.store.signatures import SUFFIX
+from atoll.store.signatures import SIGNATURE, check_trusted
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # what is published is seen without torch; networks are read with it
@@ -84,10 +84,13 @@ class Checkpoint:
 
     def config(self) -> dict[str, Any]:
         """Class and arguments of the network."""
+        from atoll.model.expert import check_shape
+
         config: dict[str, Any] = self.store.get_json(f"{self.prefix}/{CONFIG}")
         # By content and not by bytes: a config that only was formatted anew is the same.
         if digest(config) != self.card.config_sha256:
             raise self._foreign(CONFIG)
+        check_shape(self.card, config, self.store.name(f"{self.prefix}/{CARD}"))
         return config
 
     def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
@@ -191,7 +194,7 @@ class Checkpoint:
             card = card.model_copy(update={"provenance": {**card.provenance, "saved_as": ", ".join(kinds)}})
         card = card.model_copy(update=digests)
         if not self.holds(card):
-            self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{CARD}{SUFFIX}")
+            self.store.delete(f"{self.prefix}/{CARD}", f"{self.prefix}/{SIGNATURE}")
             self._write(settings, [data], card)
         return card
 
@@ -208,14 +211,18 @@ class Checkpoint:
             for file in FILES:
                 data = blobs.get(file) or self.store.get(f"{self.prefix}/{file}")
                 target.store.put(f"{target.prefix}/{file}", data)
-        # A signature is of the card's bytes, which are the same there; one of an earlier card must not stay.
-        mine, other = f"{self.prefix}/{CARD}{SUFFIX}", f"{target.prefix}/{CARD}{SUFFIX}"
+        # The bytes that were signed are the same there; a signature of an earlier network must not stay.
+        mine, other = f"{self.prefix}/{SIGNATURE}", f"{target.prefix}/{SIGNATURE}"
         signature = self.store.get(mine) if self.store.exists(mine) else None
         if signature is None:
             target.store.delete(other)
         elif not target.store.exists(other) or target.store.get(other) != signature:
             target.store.put(other, signature)
         return card
+
+    def check_trusted(self, trusted: Collection[str]) -> None:
+        """Refuse a network that none of these keys signed; see `signatures.check_trusted`."""
+        check_trusted(self.store, self.prefix, trusted, {WEIGHTS: self.card.weights_sha256})
 
     def holds(self, card: Card) -> bool:
         """Whether the network of this very card lies here, whole."""

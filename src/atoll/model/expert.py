@@ -8,7 +8,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from atoll.base.batch_invariant import make_batch_invariant
 from atoll.base.condition import Condition
-from atoll.base.errors import StoreError, first_line
+from atoll.base.errors import AtollError, StoreError, first_line
 from atoll.base.imports import lean_imports
 from atoll.base.safe_parse import read_json
 from atoll.flow.prediction import flow_velocity
@@ -241,6 +241,30 @@ def _specs(weights: Mapping[str, Tensor]) -> dict[str, Spec]:
     if isinstance(weights, FileWeights):
         return weights.specs
     return {name: Spec(value.dtype, tuple(value.shape)) for name, value in weights.items()}
+
+
+def check_shape(card: Card, config: Mapping[str, Any], where: str) -> None:
+    """Refuse a network of other data than its card says (`StoreError`), before anything is built or drawn."""
+    shape, longest = card.shape, max(map(max, card.shape.latents))
+    try:
+        if card.role == "router":
+            known = {"patch_size": 2, "caption_channels": 0, "num_classes": 0, **config}
+            made = {"channels": known["in_channels"], "classes": known["num_classes"] or shape.classes}
+            made["text_width"] = known["caption_channels"] or shape.text_width
+        else:
+            known = {**(adapter := family(card.family)).defaults(), **config}
+            made = asdict(adapter.made_for(known, replace(shape, size=longest)))
+            if card.family == "sd3" and made["size"] < longest:  # others take larger ones
+                raise ValueError(f"latents of {longest}, the network takes {made['size']}")
+        for name in ("channels", "text_width", "classes"):
+            if made[name] != (value := getattr(shape, name)):
+                raise ValueError(f"{name} {value}, the network {made[name]}")
+        patch = known["patch_size"]
+        if any(side % patch or side // patch > LARGEST_GRID for sides in shape.latents for side in sides):
+            raise ValueError(f"latents of {longest}, the network patches of {patch}")
+    except (ValueError, TypeError, KeyError, ArithmeticError, AtollError) as error:
+        what = f"{where} and config.json are of two networks (the card has {first_line(error)[:200]})"
+        raise StoreError(what, REMEDY) from None
 
 
 def build_network(

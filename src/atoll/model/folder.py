@@ -7,7 +7,7 @@ they may be edited.
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
@@ -25,7 +25,7 @@ from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
 from atoll.model.routing import PRETRAIN
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
-from atoll.store.signatures import signer
+from atoll.store.signatures import check_trusted, signer
 from atoll.store.store import Store, to_json
 
 if TYPE_CHECKING:
@@ -87,6 +87,10 @@ class Manifest(File):
         names = ["router", *(f"experts/{n}" for n in numbers), *({PRETRAIN_PART} & self.parts.keys())]
         cards = {entry.path: entry.sha256 for entry in self.files}
         return {name: Checkpoint(store, f"{prefix}{name}", cards[f"{name}/{CARD}"]) for name in names}
+
+    def check_trusted(self, store: Store, trusted: Collection[str]) -> None:
+        """Refuse an exported folder that none of these keys signed."""
+        check_trusted(store, "", trusted, {entry.path: entry.sha256 for entry in self.files})
 
     def check_indices(self, store: Store, prefix: str) -> None:
         """Hold `model_index.json` and `experts.json` against their entries, where nobody reads them."""
@@ -270,7 +274,7 @@ class FolderWriter:
             self.folder.put(PICTURE, picture)
         generation = self.folder.get_json(MODEL_INDEX)
         parts = parts_of(self.experts, self.router, self.pretrain)
-        about = {**about, "signed": {part: signer(self.folder, f"{part}/{CARD}") for part in parts}}
+        about = {**about, "signed": {part: signer(self.folder, part) for part in parts}}
         card = model_card(self.router, self.experts, self.k, about, generation, picture is not None, name)
         self.folder.put(README, card.encode())
         manifest = Manifest(

@@ -24,7 +24,7 @@ from atoll.encoders.text import LONGEST_PROMPT, TextEncoder, text_encoder_of
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.model.bank import Bank
 from atoll.model.card import Card
-from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Costs, Networks, Trace
 from atoll.model.folder import (
     MANIFEST,
@@ -36,11 +36,10 @@ from atoll.model.folder import (
 )
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
-from atoll.model.opened import OpenFolder, inspect_folder, is_hub_name, locate
+from atoll.model.opened import OpenFolder, border, inspect_folder, is_hub_name, locate
 from atoll.model.pictures import Pictures, check_storage
 from atoll.model.residency import ResidentExperts
 from atoll.store.manifest import read_file
-from atoll.store.signatures import check_trusted
 from atoll.store.store import Store
 
 ENSEMBLE = "ensemble"
@@ -115,7 +114,7 @@ class Model:
                 raise ConfigError(f"there is no model {name!r}", fix)
             network = Checkpoint.of_run(store, name)
             if trusted is not None:
-                check_trusted(store, f"{network.prefix}/{CARD}", trusted)
+                network.check_trusted(trusted)
             # A network that learned few steps draws by no others, unless a call asks for them.
             generation = (generation or Generation()).with_(**network.card.sampling)
             # Limits are those of experts, which take turns.
@@ -126,10 +125,12 @@ class Model:
             return model
         prefix = "" if store.exists(MANIFEST) else f"{ENSEMBLE}/"
         content = read_manifest(store, prefix)
-        if trusted is not None:  # what a campaign has put together is signed by its parts' makers
-            for signed in [f"{prefix}{part}/{CARD}" for part in content.parts] if prefix else [MANIFEST]:
-                check_trusted(store, signed, trusted)
         parts = content.checkpoints(store, prefix)
+        if trusted is not None and not prefix:
+            content.check_trusted(store, trusted)
+        elif trusted is not None:  # what a campaign has put together is signed by its parts' makers
+            for part in parts.values():
+                part.check_trusted(trusted)
         experts = {number: parts[f"experts/{number}"] for number in content.experts}
         absent = [number for number in range(content.k) if number not in experts]
         router = parts["router"]
@@ -166,7 +167,9 @@ class Model:
     def bank(self) -> Bank:
         """Experts and router, or one network; loaded when it is first asked for."""
         if callable(self._bank):
-            load, self._bank = self._bank, self._bank()
+            load = self._bank
+            with border(self.card.title):
+                self._bank = load()
             try:
                 if self._check is not None:
                     self._check(self)

@@ -1,14 +1,15 @@
 """The folder of a pipeline opened: found or fetched, and checked before anything in it is loaded."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from atoll.base.errors import ConfigError, PartitionError, StoreError
+from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError, first_line
 from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_config
 from atoll.model.card import REMEDY, Card, check_place, check_together
@@ -34,12 +35,24 @@ from atoll.model.model_card import listed
 from atoll.model.routing import PRETRAIN
 from atoll.store.location import is_url
 from atoll.store.manifest import check_file
-from atoll.store.signatures import SUFFIX, check_trusted
+from atoll.store.signatures import SIGNATURE
 from atoll.store.store import Store
 
 MOST_FILES = 20_000
 """Of a part of the folder."""
 Chosen = Literal["auto"] | Sequence[int]
+
+
+@contextmanager
+def border(name: object) -> Iterator[None]:
+    """Whatever torch, diffusers, pyarrow or Python say of what a stranger handed over, as `StoreError`."""
+    try:
+        yield
+    except AtollError:
+        raise
+    except Exception as error:
+        what = f"{str(name)[:300]} cannot be loaded ({first_line(error)[:200]})"
+        raise StoreError(what, "fetch or export the folder again, or check the arguments") from error
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ def open_folder(
     """
     root = locate(name, experts, **hub)
     if trusted is not None:
-        check_trusted(Store.open(root), MANIFEST, trusted)
+        Manifest.read(files := Store.open(root), MANIFEST).check_trusted(files, trusted)
     return inspect_folder(root, experts)
 
 
@@ -88,7 +101,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
         raise ConfigError(f"there is no folder {path}", "give a folder or a hub name such as OWNER/MODEL")
     # First what says which parts there are: one expert of eight need not cost the bytes of all.
     fix, lists = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
-    root = fetch(str(name), [MANIFEST, MANIFEST + SUFFIX, *lists], fix, **hub)
+    root = fetch(str(name), [MANIFEST, SIGNATURE, *lists], fix, **hub)
     numbers = read_index(root / "experts").numbers
     wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)]
     wanted += [f"{part}/*" for part in (PRETRAIN_PART, f"experts/{BASES[0]}")]

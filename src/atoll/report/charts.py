@@ -119,10 +119,11 @@ class Chart:
 
 def linear_axis(values: Iterable[float], zero: bool = False, title: str = "") -> Axis:
     """An axis whose ends are round and hold all values, and 0 if so asked."""
-    numbers = list(values) or [0.0, 1.0]
+    numbers = [value for value in values if abs(value) < 1e100] or [0.0, 1.0]
     low, high = min(0.0, *numbers) if zero else min(numbers), max(numbers)
     if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = low - 0.5 * (abs(low) or 1.0) * (not zero), high + 0.5 * (abs(high) or 1.0)
+        wide = abs(high) if abs(high) > 1e-9 else 1.0
+        low, high = low - 0.5 * wide * (not zero), high + 0.5 * wide
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     # Without the tolerances, 0.30000000000000004 would get a step and a mark of its own.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if (high - low) / 5 <= m * power * (1 + 1e-9))
@@ -133,7 +134,7 @@ def linear_axis(values: Iterable[float], zero: bool = False, title: str = "") ->
 
 def log_axis(values: Iterable[float], title: str = "") -> Axis:
     """A logarithmic axis that holds all positive values, with at most six marks at round numbers."""
-    numbers = [value for value in values if value > 0] or [1.0, 10.0]
+    numbers = [value for value in values if 1e-100 < value < 1e100] or [1.0, 10.0]
     low, high = min(numbers), max(numbers)
     if high < 1.05 * low:
         low, high = low / 1.5, high * 1.5
@@ -168,10 +169,15 @@ def by_time(
 
 def training_curve(curves: Sequence[Series]) -> Chart | None:
     """Losses against images seen, both logarithmic: smoothed, with the raw values behind."""
-    lines = [
-        Series(curve.name, curve.style, smooth(curve.points), thin(curve.points), dots=False)
+    # Of a stranger's campaign: losses that no training has, and that no logarithm or quotient takes.
+    drawn = [
+        [(x, y) for x, y in curve.points if x < 1e100 and (y == 0 or 1e-100 < abs(y) < 1e100)]
         for curve in curves
-        if len(curve.points) > 1
+    ]
+    lines = [
+        Series(curve.name, curve.style, smooth(points), thin(points), dots=False)
+        for curve, points in zip(curves, drawn, strict=True)
+        if len(points) > 1
     ]
     if not lines:
         return None

@@ -55,7 +55,7 @@ class ImageRequest(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     steps: int | None = Field(default=None, ge=1)
     guidance: float | None = Field(default=None, ge=0, le=1e6)
-    shift: float | None = Field(default=None, gt=0, le=1e4)
+    shift: float | None = Field(default=None, ge=1e-4, le=1e4)
     routing: str | None = Field(default=None, max_length=200)
     negative: str | None = Field(default=None, max_length=LONGEST)
     quality: str | None = None
@@ -91,13 +91,13 @@ def parse(body: Any) -> ImageRequest:
         return ImageRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else None
+        name = str(first["loc"][0])[:100] if first["loc"] else None
         what, code = f"{name}: {first['msg']}", "invalid_value"
         if first["type"] == "missing":
             code = "missing_required_parameter"
         elif first["type"] == "extra_forbidden":
-            hint = nearest(str(name)[:100], ImageRequest.model_fields)
-            what, code = f"there is no field {str(name)[:100]!r}: {hint}", "unknown_parameter"
+            hint = nearest(str(name), ImageRequest.model_fields)
+            what, code = f"there is no field {name!r}: {hint}", "unknown_parameter"
         raise ApiError(400, what, code, name) from None
 
 

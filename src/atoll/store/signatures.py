@@ -1,152 +1,187 @@
-"""Who made a file: an ed25519 signature beside it, `NAME.sig`, and the keys that are trusted.
+"""Who made a folder: `model.sig` in it, a signature of OpenSSF Model Signing, and whom one trusts.
 
-A manifest or card names every file by its hash, so that signing it signs all of them. What carries no
-signature stays usable, and is called unsigned.
-
-What is signed: `ensemble.json` of an exported folder, and `card.json` of a published network, which names its
-weights, its settings, its cluster and its partition.
+The signature names every file of the folder by SHA-256, as the package `model-signing` writes it: its own
+command verifies what Atoll signed, and Atoll takes what that command signed. The package hashes local folders
+only. Here the digests come from the store and its manifests: so a bucket's folder is signed like a local one,
+and weights that are held against their digest when they are read are not read twice.
 """
 
-import base64
-import os
 import re
-from collections.abc import Collection
-from pathlib import Path
+from base64 import b64decode
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import sha256 as fingerprint
+from pathlib import Path, PurePosixPath
+from posixpath import join, relpath
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.base.errors import ConfigError, StoreError
-from atoll.base.format import File
-from atoll.store.store import Store, to_json
+from atoll.base.errors import AtollError, ConfigError, StoreError, first_line
+from atoll.base.hashing import sha256
+from atoll.base.safe_parse import expanded, read_bytes
+from atoll.store.store import Store, regular
 
-PREFIX = "ed25519:"
-SUFFIX = ".sig"
-UNSIGNED = "unsigned"
-_FIX = "fetch the file and its signature again, or remove the signature if you trust the file without it"
-
-
-class Signature(File):
-    """`NAME.sig` beside a signed file."""
-
-    FORMAT, PLACE, REMEDY = "atoll/signature", "NAME.sig", _FIX
-    key: str
-    """Public key of the signer: `ed25519:` and base64 of its 32 bytes."""
-    signature: str
-    """Base64 of the 64 bytes of the signature of the file's bytes."""
+SIGNATURE, UNSIGNED = "model.sig", "unsigned"
+SIGSTORE = "sigstore"
+"""In place of a key's file: sign as who one is on the network, without a key."""
+LARGEST_KEY = 2**20
+_IGNORED = (SIGNATURE, ".git", ".gitattributes", ".github", ".gitignore")
+"""What the standard's command leaves out of a signature."""
+_FIX = "fetch the folder and its signature again, or ask its maker to sign it again"
 
 
-def new_key(path: Path) -> str:
-    """Write a new private key (PEM, PKCS 8, no passphrase), readable by its owner only; the public key."""
-    ed25519, serialization = _cryptography()
-    key = ed25519.Ed25519PrivateKey.generate()
-    pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    try:
-        # Closed to others from its first byte, and never written through a link that somebody laid there.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "name a new file") from None
-    with os.fdopen(file, "wb") as opened:
-        opened.write(pem)
-    return _text(key.public_key())
+def check_key(key: Path) -> None:
+    """Refuse a file that signs nothing; see `sign`."""
+    with _signer(key):
+        pass
 
 
-def public_key(path: Path) -> str:
-    """The public key that belongs to a private one."""
-    return _text(_private(path).public_key())
+def sign(store: Store, folder: str, digests: Mapping[str, str], key: Path) -> None:
+    """Sign these files of a folder, by path within it; writes `model.sig`.
+
+    `key` is a private key of an elliptic curve as PEM, with certificates after it or none, or `SIGSTORE`.
+    """
+    with _signer(key) as config, TemporaryDirectory() as scratch:
+        config.set_hashing_config(_Digests(store.name(folder), lambda: digests)).sign(
+            scratch, place := Path(scratch) / SIGNATURE
+        )
+        store.put(join(folder, SIGNATURE), place.read_bytes())
 
 
-def sign(store: Store, name: str, key: Path) -> str:
-    """Sign a file of a store with a private key; writes `NAME.sig` and returns the public key."""
-    private = _private(key)
-    signature = base64.b64encode(private.sign(store.get(name))).decode()
-    content = Signature(key=_text(private.public_key()), signature=signature)
-    store.put(name + SUFFIX, to_json(content.to_json()))
-    return content.key
-
-
-def sign_folder(location: str | Path, key: Path) -> list[str]:
-    """Sign what a folder holds (an export, a campaign, the folder of one run); names of the signed files."""
-    store = Store.open(location)
-    if store.exists("ensemble.json"):
-        names = ["ensemble.json"]
-    else:
-        places = r"((islands/\d+|[a-z]+)/)?(expert/)?card\.json"
-        names = [name for name in store.list() if re.fullmatch(places, name)]
-    if not names:
-        fix = "give an export, a campaign, or the folder of a run that has published"
-        raise ConfigError(f"{store.location} holds nothing to sign", fix)
-    for name in names:
-        sign(store, name, key)
-    return names
-
-
-def signer(store: Store, name: str) -> str | None:
-    """The public key that signed a file; None if unsigned, `StoreError` if the signature is another's."""
-    if not store.exists(name + SUFFIX):
+def signer(store: Store, folder: str) -> str | None:
+    """Who signed a folder by the signature's own word, which nobody checked; None if it has no signature."""
+    if not store.exists(key := join(folder, SIGNATURE)):
         return None
-    content = Signature.read(store, name + SUFFIX)
-    _cryptography()
-    from cryptography.exceptions import InvalidSignature
-
     try:
-        key = _public(content.key)
-        # Without `validate`, b64decode would pass over characters that are no base64.
-        key.verify(base64.b64decode(content.signature, validate=True), store.get(name))
-    except (InvalidSignature, ValueError):
-        raise StoreError(f"{store.name(name)} is not what its signature says", _FIX) from None
-    return content.key
+        material = store.get_json(key)["verificationMaterial"]
+        if "publicKey" in material:
+            if not re.fullmatch("[0-9a-f]{64}", hint := material["publicKey"]["hint"]):
+                raise ValueError(hint)
+            return f"key {hint[:16]}"
+        chain = material.get("x509CertificateChain", {"certificates": [material.get("certificate")]})
+        raw = b64decode(chain["certificates"][0]["rawBytes"], validate=True)
+        return f"certificate {fingerprint(raw).hexdigest()[:16]}"
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise StoreError(f"{store.name(key)} is no signature of OpenSSF Model Signing", _FIX) from None
 
 
-def check_trusted(store: Store, name: str, trusted: Collection[str]) -> str:
-    """Refuse a file that none of these keys signed; the key that did."""
-    # Before the file: a mistyped key would look like a file that somebody else signed.
-    for key in trusted:
-        try:
-            _public(key)
-        except ValueError:
-            fix = f"write it as atoll keys show prints it: {PREFIX}..."
-            raise ConfigError(f"{key!r} is no public key", fix) from None
-    by = signer(store, name)
-    if by is None:
-        raise StoreError(f"{store.name(name)} is unsigned", "ask its maker to sign it: atoll keys sign")
-    if by not in trusted:
-        raise StoreError(f"{store.name(name)} is signed by {by}, which is not trusted", "check the key")
-    return by
+def check_trusted(store: Store, folder: str, trusted: Collection[str], known: Mapping[str, str]) -> str:
+    """Refuse a folder that none of these signed, or that lacks or has a file beside those; who did.
 
+    Args:
+        trusted: PEM files of public keys or certificates, or their text, or `IDENTITY ISSUER` of sigstore.
+        known: SHA-256 by path of files that are held against it whenever they are read. They are not read
+            here, and of an export's experts some may not be there.
+    """
+    name, asked = store.name(folder), False
 
-def _cryptography() -> tuple[Any, Any]:
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError:
-        raise ConfigError("signatures need the package cryptography", "pip install -e '.[sign]'") from None
-    return ed25519, serialization
+    def digests() -> dict[str, str]:
+        nonlocal asked
+        asked = True  # the signature is right: what fails from here on is what it signs
+        paths = [relpath(key, folder or ".") for key in store.list(folder)]
+        others = [path for path in paths if path not in known and path.split("/")[0] not in _IGNORED]
+        return {**known, **{path: sha256(regular(store.path(join(folder, path)))) for path in others}}
 
-
-def _private(path: Path) -> Any:
-    ed25519, serialization = _cryptography()
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except OSError as error:
-        raise ConfigError(f"cannot read the key {path}: {error.strerror}", "check the path") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{path} is no private key", "make one: atoll keys new FILE") from None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ConfigError(f"{path} is no ed25519 key", "make one: atoll keys new FILE")
-    return key
-
-
-def _public(text: str) -> Any:
-    ed25519, _ = _cryptography()
-    if not text.startswith(PREFIX):
-        raise ValueError(text)
-    return ed25519.Ed25519PublicKey.from_public_bytes(
-        base64.b64decode(text.removeprefix(PREFIX), validate=True)
+    with TemporaryDirectory() as scratch:
+        # Keys first: a mistyped one would look like a folder that somebody else signed.
+        verifiers = [_verifier(text, Path(scratch) / str(number)) for number, text in enumerate(trusted)]
+        if (by := signer(store, folder)) is None:
+            raise StoreError(f"{name} is unsigned (no {SIGNATURE})", "ask its maker to sign it")
+        (place := Path(scratch) / SIGNATURE).write_bytes(store.get(join(folder, SIGNATURE)))
+        for config in verifiers:
+            try:
+                config.set_hashing_config(_Digests(name, digests)).verify(scratch, place)
+                return by
+            except AtollError:
+                raise
+            except Exception as error:  # a stranger's bundle makes the libraries below raise anything
+                if asked:
+                    # A list of texts, the first of which goes on with both digests.
+                    why = str(error).replace("\\", "").partition("mismatch: ")[2][2:].split(": Expected")[0]
+                    why = why.removesuffix("']").removesuffix('"]')[:200] or first_line(error)[:200]
+                    raise StoreError(f"{name} is not what its signature says ({why})", _FIX) from None
+    raise StoreError(
+        f"{name} is signed by {by}, which is not trusted or signed something else", "check the key"
     )
 
 
-def _text(public: Any) -> str:
-    return PREFIX + base64.b64encode(public.public_bytes_raw()).decode()
+class _Digests:
+    # What `model_signing.hashing.Config` is to the two commands: the manifest of a folder.
+    def __init__(self, name: str, digests: Any) -> None:
+        self.name, self.digests = name, digests
+
+    def hash(self, path: object, *, files_to_hash: object = None) -> Any:
+        from model_signing import manifest
+        from model_signing._hashing.hashing import Digest
+
+        items = [
+            manifest.FileManifestItem(
+                path=PurePosixPath(path), digest=Digest("sha256", bytes.fromhex(digest))
+            )
+            for path, digest in self.digests().items()
+        ]
+        how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
+        kind = manifest.SerializationType.from_args({**how, "ignore_paths": _IGNORED})
+        return manifest.Manifest(PurePosixPath(self.name).name, items, kind)
+
+    def add_ignored_paths(self, **ignored: object) -> None:
+        pass  # A signature that leaves out files would let anybody change them.
+
+
+@contextmanager
+def _signer(key: Path) -> Iterator[Any]:
+    signing, _ = _library()
+    config, fix = signing.Config(), "make one: openssl ecparam -name prime256v1 -genkey -noout -out FILE"
+    if str(key) == SIGSTORE:
+        with _reached():
+            yield config.use_sigstore_signer(use_ambient_credentials=True)
+        return
+    data = read_bytes(key, LARGEST_KEY)
+    try:
+        if b"BEGIN CERTIFICATE" in data:
+            files = {"private_key": key, "signing_certificate": key, "certificate_chain": [key]}
+            config.use_certificate_signer(**files)
+        else:
+            config.use_elliptic_key_signer(private_key=key)
+    except Exception:  # of another kind, of another curve, with a password
+        raise ConfigError(f"{key} is no private key of an elliptic curve without a password", fix) from None
+    yield config
+
+
+def _verifier(text: str, place: Path) -> Any:
+    _, verifying = _library()
+    config, (identity, _, issuer) = verifying.Config(), text.partition(" ")
+    if issuer.startswith("https://"):
+        with _reached():
+            return config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
+    given = text.startswith("-----BEGIN")
+    data = text.encode() if given else read_bytes(expanded(text), LARGEST_KEY)
+    place.write_bytes(data)
+    try:
+        if b"BEGIN CERTIFICATE" in data:
+            return config.use_certificate_verifier(certificate_chain=[place])
+        return config.use_elliptic_key_verifier(public_key=place)
+    except Exception:
+        what = "a text" if given else text
+        fix = "give the file of: openssl pkey -in KEY -pubout"
+        raise ConfigError(f"{what} in trusted is no public key of an elliptic curve", fix) from None
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except AtollError:
+        raise
+    except Exception as error:
+        what = f"sigstore does not answer ({first_line(error)[:200]})"
+        raise ConfigError(what, "check the network, or use a key") from None
+
+
+def _library() -> Any:
+    # Here, since it imports all of sigstore: a second.
+    try:
+        from model_signing import signing, verifying
+    except ImportError:
+        raise ConfigError("signatures need the package model-signing", "pip install -e '.[sign]'") from None
+    return signing, verifying

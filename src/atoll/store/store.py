@@ -160,6 +160,13 @@ class Store:
                 fix = "put the folder itself there, or mount it there"
                 raise StoreError(f"{self.name(posixpath.dirname(key))} is a link that leads to {folder}", fix)
 
+    def check_folder(self, prefix: str) -> None:
+        """Refuse a local folder with a link in it that leads out of the store: trackers write through it."""
+        if self.local is not None:
+            for path in (self.local / self._key(prefix)).rglob("*"):
+                if path.is_symlink():
+                    self._check_links(f"{path.relative_to(self.local)}/-")
+
     def write(self, key: str, blocks: Iterable[bytes]) -> tuple[int, str]:
         """Write an object of many blocks, atomically, over an older one; its size and SHA-256.
 

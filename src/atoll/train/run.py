@@ -21,7 +21,7 @@ from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.router import Router
-from atoll.store.signatures import public_key
+from atoll.store.signatures import check_key
 from atoll.store.store import Store
 from atoll.train.distill import DistillTask, load_teacher, teachers, write_initial_weights
 from atoll.train.loggers import check_trackers
@@ -41,13 +41,14 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     # read the islands' shards by path.
     store = root.sub(run.folder)
     store.sweep()
+    store.check_folder("run")
     plan = RunPlan.read(store, "island.json")
     own = run.kind.rows == "cluster"
     dataset = DataSet.open(store, "data") if own else DataSet.open(root, f"{run.folder}/data")
     if not trained_already(campaign, run):
         check_trackers(config.tracking)
         if key := os.environ.get(KEY):
-            public_key(Path(key))  # a wrong one is told now, and not when all is trained
+            check_key(Path(key))  # a wrong one is told now, and not when all is trained
         tracking = config.tracking
         if not tracking.name:  # the campaign's own
             tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})

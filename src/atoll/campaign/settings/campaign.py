@@ -174,7 +174,8 @@ class CampaignConfig(Config):
     router: RouterConfig = RouterConfig()
     """The router."""
     trusted: list[str] = loose(default=[])
-    """Public keys (see `atoll keys show`). With any, only parts that one of them signed are assembled."""
+    """Public keys or certificates, as PEM files or their text. With any, only parts that one of them signed
+    are assembled."""
     quarantine: list[int] = loose(default=[])
     """Numbers of published experts to leave out of the ensemble."""
     monolith: bool = True
