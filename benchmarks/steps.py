@@ -1,6 +1,6 @@
 """Students of 1, 2, 4 and 8 steps against one of many and against the ensemble, each at 1 to 25 steps.
 
-    python benchmarks/steps.py FOLDER [--steps 1 2 4 8] [--samples N] [--teacher-steps N] [--share S] [--jobs 8]
+    python benchmarks/steps.py FOLDER [--steps 1 2 4 8] [--samples N] [--teacher-steps N] [--share S]
     python benchmarks/steps.py --quick
 
 FOLDER holds the parquet files of `examples/emoji/prepare.py`, or some of them: each is a style, and the
