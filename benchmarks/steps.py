@@ -1,6 +1,6 @@
 """Students of 1, 2, 4 and 8 steps against one of many and against the ensemble, each at 1 to 25 steps.
 
-    python benchmarks/steps.py FOLDER [--steps 1 2 4 8] [--samples N] [--jobs 8] [--device cuda] [--json PATH]
+    python benchmarks/steps.py FOLDER [--steps 1 2 4 8] [--samples N] [--teacher-steps N] [--share S]
     python benchmarks/steps.py --quick
 
 FOLDER holds the parquet files of `examples/emoji/prepare.py`, or some of them: each is a style, and the
@@ -50,10 +50,12 @@ def main() -> None:
     words = words_of(__doc__, "drawn images and a few optimizer steps", "processes")
     words.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8])
     words.add_argument("--share", type=float, default=STUDENT["step_share"], help="student's steps")
+    words.add_argument("--teacher-steps", type=int, default=24, help="of the paths that few steps follow")
     words.add_argument("--device", help="cpu or cuda; by default the GPU, if there is one")
     options = options_of(words, work)
     if options.quick:
         options.steps, options.jobs, options.samples, options.share = options.steps[::2], 2, 960, 1.0
+        options.teacher_steps = 8
     with tempfile.TemporaryDirectory() as scratch:
         lines, metric = measured(Path(scratch), options)
     finish(
@@ -75,7 +77,7 @@ def measured(folder: Path, options: Any) -> tuple[list[Row], str]:
         # A student of few steps goes on from that of many, which is also what it is held against.
         counts = [*options.steps, MANY]
         many, init = {**STUDENT, "step_share": options.share}, str(folder / "many/student/expert")
-        many |= {"batch_share": 1.0, "teacher_steps": 8} if options.quick else {}
+        many |= {"teacher_steps": options.teacher_steps, **({"batch_share": 1.0} if options.quick else {})}
         (first,) = each([{"folder": str(folder / "many"), "base": str(base), "student": many, "at": counts}])
         calls: list[dict[str, Any]] = [{"folder": str(base), "at": counts}]
         for steps in options.steps:

@@ -95,8 +95,8 @@ def assembled(folder: Path, changes: Mapping[str, Any]) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """That of a child process: this checkout, no hub, one thread."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    """That of a child process: this checkout, and the stacks of all threads if it crashes."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def atoll(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,7 @@
 """The commands of docs/text-to-image.md, in their order, at a tiny size and with a real bucket."""
 
+import base64
+import io
 import json
 import re
 import shlex
@@ -11,13 +13,12 @@ import yaml
 from PIL import Image
 
 from atoll.base.safe_parse import read_yaml
-from atoll.export.pipeline import AtollPipeline
-from atoll.model.generation import Residency
 from atoll.store.store import Store
 from helpers import ROOT, Run, merged
 from helpers_data import encoded, packed
 from helpers_vlm import save_llava
 from s3 import S3
+from serve.process import Server
 
 pytestmark = pytest.mark.slow
 TRAIN = {"batch": 8, "warmup": 8, "validations": 1, "previews": 0, "precision": "float32", "threads": 1}
@@ -79,9 +80,12 @@ def test_the_page_from_tars_to_a_served_model(
         assert said.code == 0, (words, said)
         if line[0] == "new":
             tiny(tmp_path / line[1])
-    # What `serve` loads, by its own setting.
-    (setting,) = (word for word in lines[-1] if "=" in word)
-    how = Residency(dtype=setting.partition("=")[2], bound=1)
-    pipe = AtollPipeline.from_pretrained(tmp_path / "exported", residency=how)
-    assert isinstance(pipe(["a red square"], num_inference_steps=2).images[0], Image.Image)
+    # The server as the page starts it, and a size that a stock client asks for.
+    server = Server(tmp_path / "exported", *lines[-1][2:], "--set", "residency.bound=1")
+    try:
+        drawn = server.client().images.generate(model="default", prompt="a red square", size="32x32")  # type: ignore[call-overload]
+        picture = Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json)))
+        assert picture.size == (32, 32)
+    finally:
+        assert server.stop() == 0
     assert json.loads((tmp_path / "exported/model_index.json").read_text())

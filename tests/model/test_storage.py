@@ -10,8 +10,10 @@ import torch
 from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
 from PIL import Image
 
+from atoll.base.errors import ConfigError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.sample import campaign_model
+from atoll.export.pipeline import AtollPipeline
 from atoll.model.expert import Expert, StoredExpert
 from atoll.model.generation import Residency
 from atoll.model.model import Model
@@ -99,6 +101,9 @@ def test_images_beyond_the_bound_are_refused(trained: Path, run: Run, tmp_path: 
     kept = line.split("residency.keep=[")[1].split("]")[0]
     assert kept.split(",")[0] in stored_layers(Model.load(trained).bank.experts[0].network)
     assert run("sample", trained, "0", *sets[:3], "sampling.residency.bound=1", *out).code == 0
+    with pytest.raises(ConfigError, match=r"over residency\.bound"):
+        AtollPipeline.from_pretrained(trained / "ensemble", residency=Residency(dtype="fp8", bound=1e-7))
+    AtollPipeline.from_pretrained(trained / "ensemble", residency=Residency(dtype="fp8", bound=0.9))
 
 
 def test_plan_counts_the_bytes(trained: Path, run: Run) -> None:

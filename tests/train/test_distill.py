@@ -413,6 +413,7 @@ def test_a_card_of_steps_that_cannot_be_is_refused(copy: Path, sampling: dict[st
         ({"steps": 32}, ("32 steps of a teacher that takes 24", "teacher_steps to a multiple, such as 32")),
         ({"steps": 5}, ("5 steps of a teacher that takes 24", "such as 25")),
         ({"steps": 4, "data_weight": 0.5}, ("student.data_weight",)),
+        ({"residency": {"dtype": "int8"}}, ("student.residency.dtype", "student.residency.experts")),
         ({"batch_share": 0.05}, ("0.05 of train.batch, 16, is less than one",)),
         ({"train": {"batch": 4}}, ("student.batch_share",)),
         ({"start": "average", "network": {"depth": 2}}, ("needs equal networks", "expert 0")),

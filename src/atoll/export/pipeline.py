@@ -334,6 +334,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             pipe.about, pipe._told_of = folder.about, folder.parts
             pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
             bank.warn_of_missing()
+            if residency is not None and residency.stored:  # their pictures are compared, or they are refused
+                asked: Any = Model.load(root, residency=residency, encoders=encoders).bank.experts
+                asked.close()
             if torch_dtype is not None:
                 # After the load, since digests are of the numbers as they were written.
                 for part in (pipe.experts, pipe.router, *(getattr(pipe, name) for name in OTHERS)):

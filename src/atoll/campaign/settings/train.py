@@ -164,6 +164,9 @@ class StudentConfig(Config):
         if self.steps is not None and self.data_weight:
             what = "student.data_weight: the data tell the velocity at one time, and not that of a step"
             raise ConfigError(what, "leave it out, or student.steps")
+        if self.residency.stored:  # there is no ensemble yet whose pictures could be compared
+            what = f"student.residency.dtype: no teacher answers by {self.residency.dtype}"
+            raise ConfigError(what, "set student.residency.experts, if memory is short")
         if "batch" in self.train:
             raise ConfigError(
                 "student.train.batch: the student's batch is a share of train.batch",
