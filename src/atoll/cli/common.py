@@ -59,8 +59,6 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(workers: int, part: str | None, on: str, **options: Any) -> None:
-        from atoll.data.job import Part
-
         named, campaign = options.get("campaign") or next(iter(options.get("campaigns", ())), None), None
         if on != "local" and part is None:
             if named is None:
@@ -72,8 +70,14 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
                 words.append(word)
             elif "=" not in word:
                 next(given)
-        if work_is_left(campaign, workers, part, on, *words):
-            command(part=None if part is None else Part.parse(part), **options)
+        if not work_is_left(campaign, workers, part, on, *words):
+            return
+        own = None
+        if part is not None:
+            from atoll.data.job import Part
+
+            own = Part.parse(part)
+        command(part=own, **options)
 
     return WORKERS(PART(ON(run)))
 
