@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from helpers import ROOT
 
 PORT = 6379
@@ -62,6 +64,13 @@ class Cluster:
         """End a node and all of its processes."""
         node = self.nodes.pop(name)
         node.terminate()
+        node.wait(60)
+
+    def lose(self, name: str) -> None:
+        """A machine that is gone at once, with all that runs on it."""
+        node = self.nodes.pop(name)
+        for process in (*psutil.Process(node.pid).children(recursive=True), node):
+            process.kill()
         node.wait(60)
 
     def start(self, log: Path, *words: str | Path) -> subprocess.Popen[bytes]:

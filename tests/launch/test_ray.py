@@ -180,9 +180,9 @@ def test_nodes_that_cannot_run_it_are_named(
 
     # The run of a node that leaves waits for what that had; without that wish it goes on elsewhere.
     cluster.add("gone")
-    left = launch("launch", folder, *placed("gone"), "--set", "budget.samples=6000")
+    left = launch("launch", folder, *placed("gone"))
     until(lambda: commits(folder / "islands/1") > 0, left.text)
-    cluster.remove("gone")
+    cluster.lose("gone")
     code, text = left.end()
     assert code == 2 and "expert 1 asks for gone 1, which no node of the cluster has any more" in text, text
     code, text = launch("launch", folder).end()

@@ -278,14 +278,17 @@ def test_without_test_rows_they_do_not_judge(whole: Path, compare: Run) -> None:
     refused(compare(whole, "compare.conditions=test"), "the data set has no test rows")
 
 
-def test_pictures_that_are_no_numbers_are_not_measured(folder: Path, run: Run, staged: Run) -> None:
+def test_pictures_that_are_no_numbers_are_not_measured(
+    folder: Path, net: Path, run: Run, staged: Run
+) -> None:
     """They would be grey, and a broken model would have a distance like any other."""
     for n in range(2):
         of_no_number(folder / f"islands/{n}/expert")
         shutil.rmtree(folder / f"islands/{n}/run")
     assert run("assemble", folder).code == 0
     for stage, words in (("compare", "holds NaN"), ("diagnose", "gives NaN")):
-        refused(staged(stage, folder, "diagnose.rows=8"), words)
+        sets = "diagnose.rows=8", f"diagnose.extractor={net}", "diagnose.extractor_size=28"
+        refused(staged(stage, folder, *sets), words)
     assert not (folder / "reports/compare.json").exists()
 
 
