@@ -28,6 +28,8 @@ class Replicas(ServeSettings):
     most: int = Field(default=2, ge=1)
     gpus: float = Field(default=1.0, ge=0)
     """Of each replica."""
+    trusted: tuple[str, ...] = ()
+    """Keys or certificates, one of which must have signed the model, as `--trusted` of `atoll serve`."""
     upscale_s: float = Field(default=30.0, ge=0)
     """Seconds of more than `batch` requests for each replica before there are more replicas."""
     downscale_s: float = Field(default=600.0, ge=0)
@@ -39,7 +41,7 @@ def replicas(asked: Replicas) -> serve.Application:
     engines = list[Engine]()  # of a replica: one
 
     def app() -> FastAPI:
-        served, engine = open_app(asked.model, asked, read_keys(None))
+        served, engine = open_app(asked.model, asked, read_keys(None), asked.trusted or None)
         engines.append(engine)
         engine.start()
         # A replica counts once it is built, so not before it can draw: requests wait for none that loads.
@@ -69,7 +71,7 @@ def replicas(asked: Replicas) -> serve.Application:
     deployment = serve.deployment(
         name="atoll",
         autoscaling_config=scale,
-        max_ongoing_requests=8 * asked.batch,  # the engine has bounds of its own, and batches what it has
+        max_ongoing_requests=asked.batch + asked.queue,  # what the engine takes; it refuses more by itself
         graceful_shutdown_timeout_s=asked.drain,
         ray_actor_options={"num_gpus": asked.gpus},
     )

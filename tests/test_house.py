@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_739,
     "serve": 1_507,
     "curate": 2_763,
-    "tests": 35_500,
+    "tests": 35_530,
     "benchmarks": 5_248,
     "longest file": 470,  # under 500: what one file alone imports is a part of it
     "tour": 4_856,

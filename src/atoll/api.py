@@ -90,8 +90,8 @@ def load(
         residency: how many experts stay on the device.
         device: where it samples; the GPU if there is one.
         encoders: names of encoders that you vouch for, where a model names one unknown to Atoll.
-        trusted: public keys, one of which must have signed the exported folder, or in a campaign each part;
-            None takes unsigned ones too.
+        trusted: keys or certificates, one of which must have signed the exported folder, or in a campaign
+            each part; None takes unsigned ones too.
     """
     where = named_device(device)
     # What has no settings is an exported folder or a hub name. Both bring card and routing along.

@@ -550,7 +550,7 @@ def test_an_export_is_pushed_whole(
     letters: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the repository holds of an earlier export goes; what its owner wrote beside it stays."""
-    hub.files = {"experts/7/card.json": b"", "manifest.json.sig": b"", "NOTES.md": b"mine"}
+    hub.files = {"experts/7/card.json": b"", "model.sig": b"", "NOTES.md": b"mine"}
     argv = ["export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model"]
     done = command(capsys, *argv, "--private", "--licence", "CC BY 4.0")
     assert done.code == 0 and done.out.splitlines()[-1] == f"pushed to {hub.url}/me/model", done

@@ -25,7 +25,8 @@ LINE = "tokens(0.2, 0.9, 64, 1024)"
 @pytest.mark.parametrize("tokens", [16.0, 256.0, 1000.0, 4096.0, 16384.0])
 def test_it_is_that_of_flux(tokens: float) -> None:
     assert shift_at("tokens", tokens) == pytest.approx(math.exp(calculate_shift(tokens)))
-    assert shift_at(LINE, tokens) == pytest.approx(math.exp(calculate_shift(tokens, 64, 1024, 0.2, 0.9)))
+    line = calculate_shift(tokens, 64, 1024, 0.2, 0.9)
+    assert shift_at(LINE, tokens) == pytest.approx(math.exp(min(line, 9.2)))  # as far as numbers go
     assert shift_at(3.0, tokens) == 3
 
 
@@ -79,7 +80,7 @@ def test_a_scheduler_holds_it(shift: float | str) -> None:
     [0, -1, 1e5, "3", "token", "tokens()", "tokens(1, 2)", "tokens(1, 2, 9, 9)", "tokens(a, 2, 3, 4)"],
 )
 def test_another_one_is_refused(shift: float | str) -> None:
-    with pytest.raises(ConfigError, match="write a number over 0 and up to 10000, tokens or tokens"):
+    with pytest.raises(ConfigError, match=r"write a number from 0\.0001 to 10000, tokens or tokens"):
         TimeConfig.parse({"shift": shift}, "a test")
     with pytest.raises(ConfigError, match="tokens"):
         Generation().with_(shift=shift)

@@ -65,7 +65,7 @@ def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
 def write(store: Store, prefix: str, shape: DataShape = CLASSES) -> Expert:
     e = expert(3, shape)
     weights = dict(e.network.named_parameters())
-    about = card(family=e.family)
+    about = card(family=e.family, shape=vars(shape))
     Checkpoint(store, prefix).write(e.network, weights, about)
     return e
 
@@ -91,7 +91,7 @@ def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None
 def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Path) -> None:
     store, e = Store.open(tmp_path), Expert(denoiser(0, name=name), name, "v", "rectified-flow")
     weights = dict(e.network.named_parameters()) | kept_buffers(e.network)
-    own = card(family=name)
+    own = card(family=name, shape=vars(TEXT))
     Checkpoint(store, "a").write(e.network, weights, own)
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
     expected = e.velocity(x, t, cond)
@@ -106,7 +106,7 @@ def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Pat
 def test_a_published_router_comes_back(tmp_path: Path) -> None:
     store, network = Store.open(tmp_path), router(1, 3)
     weights = dict(network.named_parameters())
-    about = card(role="router", island=None)
+    about = card(role="router", island=None, shape=vars(TEXT))
     Checkpoint(store, "r").write(network, weights, about)
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
     assert torch.equal(Checkpoint(store, "r").router().logits(x, t, cond), network(x, t, cond))

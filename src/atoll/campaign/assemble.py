@@ -49,8 +49,8 @@ def assemble(
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
-    `quarantine` (experts that are left out) and `trusted` (public keys, one of which must have signed each
-    part) add to those of the settings; without any key unsigned parts are taken too.
+    `quarantine` (experts that are left out) and `trusted` (keys or certificates, one of which must have
+    signed each part) add to those of the settings; without any key unsigned parts are taken too.
     """
     store, sampling = campaign.store, campaign.config.sampling
     k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from atoll.base.console import say
-from atoll.base.errors import AtollError, StoreError
+from atoll.base.errors import AtollError, ConfigError, StoreError
 from atoll.base.text import columns, many, printable, sharing_sentence, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
@@ -272,6 +272,8 @@ class Observer:
                     Checkpoint(store, run.network).check_trusted(trusted)
                 elif status.signer != UNSIGNED:
                     status.signer += ", unchecked"
+            except ConfigError as error:  # nothing here can check it
+                status.signer = f"{status.signer}, unchecked ({error})"
             except AtollError as error:
                 status.signer = f"nobody ({error})"
 

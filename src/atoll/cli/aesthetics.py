@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from atoll.base.errors import AtollError
 from atoll.cli.common import LOCAL, ON, PART, WORKERS, open_campaign, work_is_left
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
@@ -81,6 +82,10 @@ def score(
     # A folder holds pictures unless a campaign lies in it.
     folder = Path(pictures)
     is_folder = "://" not in pictures and folder.is_dir() and not (folder / "campaign.yaml").exists()
+    if (table is not None or is_folder) and (workers > 1 or part is not None or on != "local"):
+        raise AtollError(
+            "only rows of a campaign are scored in parts", "leave out --workers, --part and --on"
+        )
     if table is not None:
         import_stage(open_campaign(pictures), table, sensitive)
     elif scorer is not None and is_folder:

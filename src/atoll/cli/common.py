@@ -25,7 +25,7 @@ GUIDANCE = click.option(
 )
 STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
 WORKERS = click.option(
-    "--workers", type=click.IntRange(1, 1024), default=1, help="Processes that share the work."
+    "--workers", type=click.IntRange(1, 1024), default=1, help="Processes or jobs that share the work."
 )
 PART = click.option(
     "--part",
@@ -59,18 +59,19 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(workers: int, part: str | None, on: str, **options: Any) -> None:
-        named, campaign = options.get("campaign") or next(iter(options.get("campaigns", ())), None), None
+        named: tuple[str, ...] = options.get("campaigns") or (options.get("campaign") or "",)
+        opened = dict[str, Any]()
         if on != "local" and part is None:
-            if named is None:
+            if "" in named:
                 raise AtollError(f"--on {on} needs a campaign", "name one, or leave --on out")
-            campaign = open_campaign(named)
+            opened = {name: open_campaign(name, options["sets"]) for name in named}
         words, given = list[str](), iter(sys.argv[1:])
         for word in given:  # a worker, and the job that comes after all of them, are to start no others
             if word.partition("=")[0] not in ("--workers", "--on"):
-                words.append(word)
+                words.append(opened[word].store.location if word in opened else word)
             elif "=" not in word:
                 next(given)
-        if not work_is_left(campaign, workers, part, on, *words):
+        if not work_is_left(next(iter(opened.values()), None), workers, part, on, *words):
             return
         own = None
         if part is not None:

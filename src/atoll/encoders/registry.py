@@ -71,7 +71,7 @@ COMPONENTS = {
     },
 }
 """Library and classes of the parts of a pipeline that diffusers and transformers load."""
-SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".sig", ".txt")
+SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
 """Files that the folder of such a part may hold; neither code nor pickle is among them."""
 
 

@@ -289,7 +289,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
                 of those left out goes to the others.
             residency: how many experts stay on the device; the others lie on disk until they are wanted.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
-            trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
+            trusted: keys or certificates, one of which must have signed the folder; None takes
+                unsigned ones too.
             torch_dtype: type of the networks' numbers; sampling itself is done in float32.
             revision: branch, tag or commit of the hub.
             local_files_only: take the hub's cache, `cache_dir`, as it is.

@@ -42,7 +42,9 @@ class Job:
 
     def label(self, campaign: str) -> str:
         """Name for a queue: the run and a hash of the campaign's path or URL, so that it is found again."""
-        return f"atoll-{sha256(campaign.encode())[:8]}-{self.slug}"
+        # One run of a name is like another; of a stage's workers, only those of the same command.
+        words = (campaign,) if self.saves else (campaign, *self.argv)
+        return f"atoll-{sha256(chr(0).join(words).encode())[:8]}-{self.slug}"
 
     @property
     def environment(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, True, False, False
+DEVICES = "CUDA_VISIBLE_DEVICES"
 GRACE = 60.0
 """Seconds between SIGTERM and SIGKILL when the launch itself is stopped."""
 
@@ -53,6 +54,12 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def device_name(number: int) -> str:
+    """The name of a GPU for a child, where a queue gave this process some of them."""
+    visible = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+    return visible[number] if visible else str(number)
+
+
 def at_once(jobs: Sequence[Job]) -> int:
     """How many of these jobs run side by side on this machine."""
     placed, gpus = list[tuple[Job, set[int]]](), visible_gpus()
@@ -68,11 +75,8 @@ class _Running:
 
     def __init__(self, job: Job, devices: set[int], gpus: int, printed: "dict[str, _Running] | None") -> None:
         environment = {**os.environ, **job.environment}
-        if gpus:
-            # Numbers count within what this process itself was given, by a queue for example.
-            visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            names = [visible[number] if visible else str(number) for number in sorted(devices)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        if gpus and DEVICES not in job.env:
+            environment[DEVICES] = ",".join(map(device_name, sorted(devices)))
         self.job, self.devices, self.printed = job, devices, printed
         self.process = subprocess.Popen(
             job.local_argv(),

@@ -64,9 +64,11 @@ class Keeper:
         self.asked = deadline = time.monotonic()
         while self.code < 0 and self.count == seen and time.monotonic() < deadline + 1:
             time.sleep(0.05)
-        code, count = self.code, self.count  # the code first: all its lines are there
+        code = self.code  # first: all its lines are there
+        with self.lock:
+            count, lines = self.count, [*self.lines]
         # An actor that was started again counts from 0.
-        return code, count, [*self.lines][-(count - seen if count >= seen else count) or count :], self.place
+        return code, count, lines[-(count - seen if count >= seen else count) or len(lines) :], self.place
 
     def stop(self) -> None:
         """Tell the command to save and leave."""
@@ -105,11 +107,14 @@ class Keeper:
                 self._print(f"ended with code {code}, started again to go on")
         while time.monotonic() < self.asked + LINGER:
             time.sleep(1)
+        if (group := ray.util.get_current_placement_group()) is not None:
+            ray.util.remove_placement_group(group)  # and with it what waits here of the same job
         ray.kill(self.itself)
 
     def _print(self, line: str) -> None:
-        self.lines.append(line)
-        self.count += 1
+        with self.lock:
+            self.lines.append(line)
+            self.count += 1
 
 
 def _first_host() -> str:
@@ -144,7 +149,8 @@ class _Actor:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, self.number)
         try:
             self.keeper = ray.get_actor(name, NAMESPACE)
-            say(f"{job.name}: is there already, from an earlier launch")
+            if not self.lost:
+                say(f"{job.name}: is there already, from an earlier launch")
         except ValueError:
             options |= {"lifetime": "detached", "max_restarts": -1, "max_task_retries": -1}
             # Jobs of several runs may share a first node, so one port for all would clash.
@@ -152,8 +158,11 @@ class _Actor:
             command = f"exec {job.shell('$ATOLL_HOST', str(port))}"
             actor = ray.remote(Keeper).options(name=name, namespace=NAMESPACE, **options)
             arguments = (command, job.environment, os.getcwd(), job.saves)
-            self.keeper = actor.remote(code_version(), *arguments)
-        self.future = self.keeper.look.remote(0)
+            try:
+                self.keeper = actor.remote(code_version(), *arguments)
+            except ValueError:  # another launch was faster
+                self.keeper = ray.get_actor(name, NAMESPACE)
+        self.future = self.keeper.look.remote(self.seen)
 
     def answer(self) -> list[str]:
         """Take what the actor has said, ask again, and return its new lines."""
@@ -275,7 +284,9 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
                         say(f"  {line}")
 
             for name, actors in [*running.items()]:
-                if problem := next(filter(None, (actor.problem() for actor in actors)), ""):
+                if not signals and any(actor.code == INTERRUPTED for actor in actors):
+                    failed[name] = f"{name} was told to leave, by another launch"
+                elif problem := next(filter(None, (actor.problem() for actor in actors)), ""):
                     failed[name] = problem
                     say(f"warning: {problem}")
                 elif any(actor.code < 0 for actor in actors):
@@ -285,6 +296,9 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
             _free(actors)
         if signals:
             raise KeyboardInterrupt
+    # A worker that failed is not missed where the job after it made its part.
+    ends = [job for job in jobs if job.after_any and job.name not in failed]
+    failed = {n: problem for n, problem in failed.items() if not any(n in job.needs for job in ends)}
     if failed:
         raise AtollError("; ".join(failed.values()), "correct it and launch again; finished work stays")
 

@@ -153,7 +153,7 @@ def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
     if not config.data.workers or campaign.is_partitioned:
         return []
     target = config.target("data", None, on)
-    jobs, words = _stages(campaign, target, config.data.workers), ("partition", *_told(campaign))
+    jobs, words = _stages(campaign, target, config.data.workers), ("partition", *_set_words(campaign))
     return [*jobs, _job("partition", words, config.of("data"), target, needs=(jobs[-1].name,), gpus=0)]
 
 
@@ -164,11 +164,11 @@ def _stages(campaign: Campaign, target: Target, count: int) -> list[Job]:
     steps["columns"] = "prepare"
     for name, stage in steps.items():
         needs = tuple(job.name for job in jobs[-1:])
-        jobs += _sharded(name, ("data", stage, *_told(campaign)), place, target, count, needs)
+        jobs += _sharded(name, ("data", stage, *_set_words(campaign)), place, target, count, needs)
     return jobs
 
 
-def _told(campaign: Campaign) -> list[str]:
+def _set_words(campaign: Campaign) -> list[str]:
     # The campaign is not frozen yet, so these jobs have to be told all that the launch was told.
     sets = (setting for setting in campaign.overrides if not setting.startswith("launch."))
     return [campaign.store.location, *_options(sets)]
@@ -206,14 +206,17 @@ def run_workers(count: int, *words: str, on: Target = "local", campaign: Campaig
     """
     name = " ".join(takewhile(str.isalpha, words))
     if campaign is None or on == "local":
-        worker = Job(name, command(*words), cpus=max(1, cores() // count))
-        local.submit(parts(worker, count), Site("", Path(), Path()))
+        workers = parts(Job(name, command(*words), cpus=max(1, cores() // count), gpus=0), count)
+        if gpus := local.visible_gpus():  # more workers than GPUs share them
+            names = [{local.DEVICES: local.device_name(n % gpus)} for n in range(count)]
+            workers = [replace(w, env={**w.env, **name}) for w, name in zip(workers, names, strict=True)]
+        local.submit(workers, Site("", Path(), Path()))
         return True
     if name == "data prepare" and not launcher(on).WAITS:
         jobs = _stages(campaign, on, count)
     else:
         jobs = _sharded(name, words, campaign.config.launch.of("data"), on, count)
-    _submit(campaign, jobs[:-1] if launcher(on).WAITS else jobs, False, Path("launch"))
+    _submit(campaign, jobs[:-1] if launcher(on).WAITS else jobs, False, Path("launch", jobs[0].slug))
     return launcher(on).WAITS
 
 

@@ -68,7 +68,9 @@ class ShardedRows:
         return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
 
     def write_part(self, part: Part) -> None:
-        """Make one part of the shards, and leave the rest to others."""
+        """Make one part of the shards, and leave the rest to others; none where nothing could be kept."""
+        if self.about is None:
+            return
         # Shifted by a number that all know: else one process would get every work of a single shard.
         first = int(self.folder[-8:], 16) + part.number
         for _ in self._shards(n for n in range(len(self.shards)) if (first + n) % part.total == 0):

@@ -95,8 +95,8 @@ class Model:
                 others are brought when they are needed.
             generation: what a call draws by that says nothing else; a folder's own by default.
             encoders: names of encoders that you vouch for, where the model names one unknown to Atoll.
-            trusted: public keys, one of which must have signed the exported folder, each part of a campaign's
-                ensemble, or the one network; None takes unsigned too.
+            trusted: keys or certificates, one of which must have signed the exported folder, each part
+                of a campaign's ensemble, or the one network; None takes unsigned too.
         """
         if isinstance(source, Store):
             store = source

@@ -9,6 +9,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError, first_line
 from atoll.base.safe_parse import LARGEST, expanded, read_json
 from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_config
@@ -48,7 +50,7 @@ def border(name: object) -> Iterator[None]:
     """Whatever torch, diffusers, pyarrow or Python say of what a stranger handed over, as `StoreError`."""
     try:
         yield
-    except AtollError:
+    except (AtollError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         what = f"{str(name)[:300]} cannot be loaded ({first_line(error)[:200]})"
@@ -74,7 +76,7 @@ def open_folder(
 
     Args:
         name: a folder, or a hub name; of a hub's, only what is needed is fetched.
-        trusted: public keys, one of which must have signed the folder; None takes unsigned ones too.
+        trusted: keys or certificates, one of which must have signed the folder; None takes unsigned ones too.
         hub: `revision`, `local_files_only`, `cache_dir`, `token` of huggingface_hub.
 
     Raises:
@@ -139,7 +141,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         for path in sorted(inside):
             if path.suffix in PICKLES:
                 raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
-            if path.is_file() and (path.suffix not in SUFFIXES or path.name == MODEL_INDEX):
+            is_known = path.suffix in SUFFIXES and path.name != MODEL_INDEX
+            if path.is_file() and not (is_known or path.name == SIGNATURE):
                 raise ConfigError(f"{path} has no place in {name}/, and is not read", "remove it")
             if path.suffix == ".safetensors":
                 check_safetensors(path)

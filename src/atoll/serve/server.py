@@ -320,7 +320,7 @@ def serve(
 ) -> None:
     """Serve every model of a campaign, exported folder or hub name (as `Model.load`) until SIGTERM or SIGINT.
 
-    With `trusted` public keys, one of them must have signed what is loaded.
+    With `trusted` keys or certificates, one of them must have signed what is loaded.
     """
     app, engine = open_app(source, settings, keys, trusted)
 

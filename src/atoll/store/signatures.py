@@ -27,6 +27,8 @@ SIGSTORE = "sigstore"
 LARGEST_KEY = 2**20
 _IGNORED = (SIGNATURE, ".git", ".gitattributes", ".github", ".gitignore")
 """What the standard's command leaves out of a signature."""
+_CACHE = ".cache"
+"""Where the hub's own download keeps notes, of which nothing is loaded."""
 _FIX = "fetch the folder and its signature again, or ask its maker to sign it again"
 
 
@@ -79,7 +81,8 @@ def check_trusted(store: Store, folder: str, trusted: Collection[str], known: Ma
         nonlocal asked
         asked = True  # the signature is right: what fails from here on is what it signs
         paths = [relpath(key, folder or ".") for key in store.list(folder)]
-        others = [path for path in paths if path not in known and path.split("/")[0] not in _IGNORED]
+        left_out = {*_IGNORED, _CACHE}
+        others = [path for path in paths if path not in known and path.split("/")[0] not in left_out]
         return {**known, **{path: sha256(regular(store.path(join(folder, path)))) for path in others}}
 
     with TemporaryDirectory() as scratch:

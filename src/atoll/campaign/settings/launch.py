@@ -43,8 +43,8 @@ class RayConfig(Config):
     """Ray options; cores, GPUs and memory are asked for as elsewhere."""
 
     address: Line | None = None
-    """Cluster as `HOST:PORT`, port 6379 by default of `ray start`. Without it `RAY_ADDRESS`, else the cluster
-    that this machine is in."""
+    """Cluster as `HOST:PORT`; `ray start` takes port 6379. Without it `RAY_ADDRESS`, else the cluster that
+    this machine is in."""
     resources: dict[Line, Annotated[float, Field(gt=0)]] = {}
     """Custom resources that a node must have, such as `{island_a: 1}`."""
 
