@@ -171,7 +171,7 @@ def slurm_nodes(folder: Path) -> Iterator[None]:
 def ray_nodes() -> Iterator[None]:
     """A Ray cluster of two nodes, found by its address."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    argv = [sys.executable, str(ROOT / "benchmarks/nodes.py"), *["1"] * WORKERS]
+    argv = [sys.executable, str(ROOT / "tests/launch/ray_nodes.py"), *["1"] * WORKERS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     nodes = subprocess.Popen(argv, env={**os.environ, **quiet}, **pipes)  # type: ignore[call-overload]
     try:

@@ -83,7 +83,7 @@ def test_the_page_from_tars_to_a_served_model(
     # The server as the page starts it, and a size that a stock client asks for.
     server = Server(tmp_path / "exported", *lines[-1][2:], "--set", "residency.bound=1")
     try:
-        drawn = server.client().images.generate(model="default", prompt="a red square", size="32x32")  # type: ignore[call-overload]
+        drawn = server.client().images.generate(model="ensemble", prompt="a red square", size="32x32")  # type: ignore[call-overload]
         picture = Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json)))
         assert picture.size == (32, 32)
     finally:

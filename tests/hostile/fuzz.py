@@ -168,7 +168,7 @@ def mutable(handed: dict[str, Path], folder: Path) -> dict[str, Path]:
     with tarfile.open(folder / "tar/a.tar", "w") as archive:
         for file in files:
             archive.add(folder / "table" / file, file)
-            archive.add(folder / "source" / f"{file[:-4]}.txt", f"{file[:-4]}.txt")
+            archive.add(made["source"] / f"{file[:-4]}.txt", f"{file[:-4]}.txt")
             (folder / "table" / file).unlink()
     (folder / "bodies").mkdir()
     for number, more in enumerate(({}, {"n": 2, "size": "16x16"}, {"steps": 1, "shift": 2.0, "seed": 1})):

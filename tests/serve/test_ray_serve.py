@@ -65,7 +65,7 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     app |= {"args": {"model": str(folder), **ASKED}}  # type: ignore[dict-item]
     listen = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     (own / "serve.yaml").write_text(yaml.safe_dump({**listen, "applications": [app]}))
-    argv = [sys.executable, str(ROOT / "benchmarks/nodes.py"), "2", "1"]
+    argv = [sys.executable, str(ROOT / "tests/launch/ray_nodes.py"), "2", "1"]
     with (own / "nodes.out").open("wb") as said, (own / "serve.out").open("wb") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
         nodes = subprocess.Popen(argv, env=child, **pipes)  # type: ignore[call-overload]

@@ -1,6 +1,6 @@
 """Nodes of Ray on this machine, on loopback, until the input ends.
 
-    python benchmarks/nodes.py [CORES_OF_A_NODE ...]
+    python tests/launch/ray_nodes.py [CORES_OF_A_NODE ...]
 
 The output is one line, their address. They are stopped by their ids: other clusters of the machine stay.
 """
