@@ -112,3 +112,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"there is no folder {str(path)!r}", "write the path out, without ~") from None
+
+
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """An absolute path without links; `ConfigError` where links lead in a circle."""
+    place = expanded(path)
+    try:
+        return place.resolve()
+    except (RuntimeError, OSError):
+        raise ConfigError(
+            f"links of {place} lead in a circle", "remove them, or name another place"
+        ) from None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError, first_line
-from atoll.base.safe_parse import LARGEST, expanded, read_json
+from atoll.base.safe_parse import LARGEST, expanded, read_json, resolved
 from atoll.encoders.registry import COMPONENTS, SUFFIXES, check_config
 from atoll.model.card import REMEDY, Card, check_place, check_together
 from atoll.model.checkpoint import BASES, CONFIG, PICKLES, Checkpoint, check_safetensors
@@ -186,7 +186,7 @@ def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
     """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline."""
     if is_url(str(to)):
         raise ConfigError(f"{to} is a URL", "write to a folder, and copy it")
-    root = expanded(to).resolve()
+    root = resolved(to)
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file", "give a folder")
     index = root / MODEL_INDEX

@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import MemoryStore, from_url
 
 from atoll.base.errors import StoreError, first_line
-from atoll.base.safe_parse import expanded
+from atoll.base.safe_parse import expanded, resolved
 
 SCHEMES = {
     **dict.fromkeys(("s3", "s3a"), "AWS"),
@@ -57,9 +57,9 @@ def resolve(base: str, path: str) -> str:
     An absolute path or a URL stays; `StoreError` where a path climbs out of the bucket.
     """
     if is_url(path) or expanded(path).is_absolute():
-        return path if is_url(path) else str(expanded(path).resolve())
+        return path if is_url(path) else str(resolved(path))
     if not is_url(base):
-        return str((Path(base) / path).resolve())
+        return str(resolved(Path(base) / path))
     scheme, _, rest = base.partition("://")
     bucket, _, prefix = rest.partition("/")
     joined = posixpath.normpath(posixpath.join(prefix, path))
