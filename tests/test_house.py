@@ -42,14 +42,14 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_388,
-    "measure": 4_078,
+    "core": 25_431,
+    "measure": 4_080,
     "report": 1_709,
     "export": 1_739,
     "serve": 1_507,
-    "curate": 2_763,
-    "tests": 35_530,
-    "benchmarks": 5_248,
+    "curate": 2_768,
+    "tests": 35_545,
+    "benchmarks": 5_211,
     "longest file": 470,  # under 500: what one file alone imports is a part of it
     "tour": 4_856,
     # Crossings. Signed for: 1, 0, 120, 50.
