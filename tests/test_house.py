@@ -42,10 +42,10 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_431,
+    "core": 25_434,
     "measure": 4_080,
     "report": 1_709,
-    "export": 1_739,
+    "export": 1_745,
     "serve": 1_507,
     "curate": 2_768,
     "tests": 35_545,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 
 from atoll.base.condition import Condition
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, first_line
 from atoll.base.rng import Position
 from atoll.model.card import Card
 from atoll.model.folder import defaults_in
@@ -211,14 +211,18 @@ def set_times(scheduler: Any, steps: int, shape: Sequence[int]) -> tuple[Any, in
         names = {"shift", "flow_shift"} & scheduler.config.keys()
         fixed = {"use_dynamic_shifting": False, **dict.fromkeys(names, shift)}
         scheduler = type(scheduler).from_config(scheduler.config, **fixed)
+    # diffusers' own grid ends at 1/1000 and wastes a step; schedulers without sigmas keep theirs.
+    given: dict[str, Any] = {"num_inference_steps": steps}
+    if "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
+        given = {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
     with warnings.catch_warnings():
         # diffusers turns tensors into arrays in a manner that numpy 2 frowns at.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
-        if "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
-            # diffusers' own grid ends at 1/1000 and wastes a step; schedulers without sigmas keep theirs.
-            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps))
-        else:
-            scheduler.set_timesteps(steps)
+        try:
+            scheduler.set_timesteps(**given)
+        except (TypeError, ArithmeticError) as error:
+            what = f"the settings of {type(scheduler).__name__} give no times ({first_line(error)[:200]})"
+            raise ConfigError(what, "mend scheduler_config.json, or give another scheduler") from None
     # diffusers would look the first timestep up by its value.
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # rounded timesteps may repeat, so none is looked up

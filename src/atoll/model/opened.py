@@ -139,6 +139,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         if len(inside) > MOST_FILES:
             raise ConfigError(f"{root / name} holds more than {MOST_FILES:,} files", "export it again")
         for path in sorted(inside):
+            if not path.is_file() and not path.is_dir():  # a pipe would wait for a writer
+                raise StoreError(f"{path} is no regular file", "fetch or export the folder again")
             if path.suffix in PICKLES:
                 raise StoreError(f"{path} is pickle, which is not read", "convert the weights to safetensors")
             is_known = path.suffix in SUFFIXES and path.name != MODEL_INDEX
