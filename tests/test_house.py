@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_745,
     "serve": 1_507,
     "curate": 2_768,
-    "tests": 35_545,
+    "tests": 35_546,
     "benchmarks": 5_211,
     "longest file": 470,  # under 500: what one file alone imports is a part of it
     "tour": 4_856,

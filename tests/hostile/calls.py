@@ -36,6 +36,7 @@ def asked(folder: str, body: str) -> None:
     from fastapi.testclient import TestClient
 
     from atoll.base.errors import ConfigError
+    from atoll.base.safe_parse import read_bytes
     from atoll.serve.server import ServeSettings, open_app
 
     app, engine = open_app(folder, ServeSettings())
@@ -44,7 +45,7 @@ def asked(folder: str, body: str) -> None:
         while client.get("/ready").status_code != 200 and engine.error is None:
             pass
         headers = {"Content-Type": "application/json"}
-        data = Path(body).read_bytes()
+        data = read_bytes(Path(body), 2**24)  # a mutation may have made a pipe of it
         answer = client.post("/v1/images/generations", content=data, headers=headers)
     if answer.status_code != 200:
         assert answer.status_code < 500, answer.text
