@@ -82,6 +82,8 @@ $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) --no-compile -e '.[concepts,dev,docs,hub,offline,ray,serve,sign,tracking,vlm]'
+	@# Ray gives a node 15 seconds to start, in which it cannot be compiled too.
+	@cd $(VENV)/lib/python*/site-packages && ../../../bin/python -m compileall -q -j 0 ray aiohttp grpc google opentelemetry || true
 	@touch $@
 
 $(DOCS): $(BASE)
