@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from harness import ROOT, Row, finish, flags, measured, new, parsed, parser, row, run_command, train
 
@@ -39,6 +40,7 @@ from atoll.train.run import train_run
 
 sys.path.append(str(ROOT / "tests"))
 from launch import cluster
+from launch.ray_nodes import QUIET, nodes
 
 WORKERS = 2
 """Processes, tasks and nodes."""
@@ -163,37 +165,17 @@ def slurm_nodes(folder: Path) -> Iterator[None]:
     """A Slurm of two nodes, found by its commands; leaves where there can be none."""
     if reason := cluster.why_not():
         raise SystemExit(f"no Slurm: {reason}; leave it out with --only pool ray")
-    with cluster.slurm(folder) as variables, found_by(variables):
+    with cluster.slurm(folder) as variables, patch.dict(os.environ, variables):
         yield
 
 
 @contextmanager
 def ray_nodes() -> Iterator[None]:
     """A Ray cluster of two nodes, found by its address."""
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    argv = [sys.executable, str(ROOT / "tests/launch/ray_nodes.py"), *["1"] * WORKERS]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    nodes = subprocess.Popen(argv, env={**os.environ, **quiet}, **pipes)  # type: ignore[call-overload]
-    try:
-        address = nodes.stdout.readline().strip()
-        if not address:
-            raise SystemExit("no Ray: its nodes did not start; see above")
-        with found_by({**quiet, "RAY_ADDRESS": address}):
-            yield
-    finally:
-        nodes.communicate()
-
-
-@contextmanager
-def found_by(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables of all that starts meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(nodes(*[1] * WORKERS, environment=os.environ))
+        stack.enter_context(patch.dict(os.environ, {**QUIET, "RAY_ADDRESS": address}))
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def queued() -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -41,14 +42,8 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cluster.slurm(tmp_path_factory.mktemp("slurm") / "c") as variables:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with cluster.slurm(tmp_path_factory.mktemp("slurm") / "c") as found, patch.dict(os.environ, found):
+        yield
 
 
 def call(*argv: str, check: bool = True) -> str:

@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +18,8 @@ import yaml
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from helpers import ROOT, environment
+from launch.ray_cluster import until
+from launch.ray_nodes import QUIET, nodes
 from serve.conftest import pixels
 from serve.test_deploy import free_port
 
@@ -46,35 +47,22 @@ class Replicas:
         return found
 
 
-def until(true: Callable[[], object], what: str, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     """Two nodes with three cores, and two replicas on them."""
     own, port = tmp_path_factory.mktemp("ray"), free_port()
     # Ray gives its proxy 5 seconds to start, which a busy machine does not have.
     patient = {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "60" for check in ("READY", "HEALTH")}
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **patient}
-    child = {**environment(), **quiet, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    child = {**environment(), **QUIET, **patient, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     app = {"name": "atoll", "route_prefix": "/", "import_path": "deploy.ray_serve:replicas"}
     app |= {"args": {"model": str(folder), **ASKED}}  # type: ignore[dict-item]
     listen = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     (own / "serve.yaml").write_text(yaml.safe_dump({**listen, "applications": [app]}))
-    argv = [sys.executable, str(ROOT / "tests/launch/ray_nodes.py"), "2", "1"]
-    with (own / "nodes.out").open("wb") as said, (own / "serve.out").open("wb") as log:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
-        nodes = subprocess.Popen(argv, env=child, **pipes)  # type: ignore[call-overload]
+    with (own / "serve.out").open("wb") as log, nodes(2, 1, environment=child) as (cluster, parent):
         runs = list[subprocess.Popen[bytes]]()
         try:
-            cluster = nodes.stdout.readline().decode().strip()
-            assert cluster, (own / "nodes.out").read_text()
             serve = [Path(sys.executable).with_name("serve"), "run", "--address", cluster, own / "serve.yaml"]
-            replicas = Replicas(f"http://127.0.0.1:{port}", psutil.Process(nodes.pid))
+            replicas = Replicas(f"http://127.0.0.1:{port}", psutil.Process(parent.pid))
 
             def ready() -> bool:
                 # It gives up after a minute, in which a busy machine has no proxy, but leaves that to start.
@@ -86,13 +74,12 @@ def behind(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
                 except httpx.TransportError:
                     return False
 
-            until(ready, "the application does not answer", 400)
+            until(ready, (own / "serve.out").read_text, 400)
             yield replicas
         finally:
             for run in runs[-1:]:  # it only watches; the application ends with the nodes
                 run.kill()
                 run.wait()
-            nodes.communicate()
 
 
 def test_a_replica_that_is_killed_under_load_loses_no_request(behind: Replicas, folder: Path) -> None:
@@ -142,11 +129,11 @@ def test_a_replica_that_is_killed_under_load_loses_no_request(behind: Replicas, 
     assert killed.is_set() and not failed and done.total() == 160
     assert done["stock answered"] == 80, done
     assert {key for key in done if key.startswith("once")} <= {"once answered", "once 500", "once 503"}, done
-    until(lambda: len(behind.now() - {victim}) == 2, "no replica took the place of the one that died")
+    until(lambda: len(behind.now() - {victim}) == 2, lambda: "no replica took the place of the one that died")
 
 
 def test_replicas_come_with_a_queue_and_go_after_it(behind: Replicas) -> None:
-    until(lambda: len(behind.now()) == 2, f"two replicas, and not {behind.now()}")
+    until(lambda: len(behind.now()) == 2, lambda: f"two replicas, and not {behind.now()}")
     enough, answers, failed = threading.Event(), list[int](), list[Exception]()
     body = {"prompt": "1", "steps": 100, "routing": "full"}
 
@@ -164,10 +151,10 @@ def test_replicas_come_with_a_queue_and_go_after_it(behind: Replicas) -> None:
     for thread in threads:
         thread.start()
     try:
-        until(lambda: len(behind.now()) == 3, "no third replica came")
+        until(lambda: len(behind.now()) == 3, lambda: "no third replica came")
     finally:
         enough.set()
         for thread in threads:
             thread.join(180)
     assert not failed and {*answers} == {200}, Counter(answers)
-    until(lambda: len(behind.now()) == 2, "the third replica does not leave")
+    until(lambda: len(behind.now()) == 2, lambda: "the third replica does not leave")

@@ -75,7 +75,7 @@ class _Running:
 
     def __init__(self, job: Job, devices: set[int], gpus: int, printed: "dict[str, _Running] | None") -> None:
         environment = {**os.environ, **job.environment}
-        if gpus and DEVICES not in job.env:
+        if gpus and (devices or DEVICES not in job.env):  # workers share GPUs that they are told
             environment[DEVICES] = ",".join(map(device_name, sorted(devices)))
         self.job, self.devices, self.printed = job, devices, printed
         self.process = subprocess.Popen(
