@@ -58,8 +58,8 @@ def options_of(words: argparse.ArgumentParser, work: Callable[..., Any]) -> argp
 def partitioned(folder: Path, emoji: Path | None, changes: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """A campaign below a folder up to its partition, and its settings; without emoji its images are drawn."""
     base, sources = folder / "base", folder / "sources"
-    base.mkdir()
-    sources.mkdir()
+    for made in (base, sources):
+        made.mkdir(parents=True, exist_ok=True)
     tables = {"one": drawn(0), "two": drawn(1)}
     if emoji is not None:
         tables = {path.stem: pq.read_table(path) for path in sorted(emoji.glob("*.parquet"))}

@@ -1,6 +1,6 @@
 """Experts as low-rank changes of one network (LoRA) against whole experts: distance, bytes, memory, time.
 
-    python benchmarks/lora.py FOLDER [--ranks 2 8 32 64] [--rates 1 4] [--jobs 8] [--device cuda]
+    python benchmarks/lora.py FOLDER [--ranks 2 8 32 64] [--rates 1 4] [--jobs 8] [--to SCRATCH]
     python benchmarks/lora.py --quick
 
 FOLDER holds the parquet files of `examples/emoji/prepare.py`, or some of them: each is a style, and the
@@ -8,8 +8,8 @@ cluster of an expert. Images are conditioned on their category. All experts star
 and have equal training FLOPs, so changes take more steps than whole experts. Every rank is trained at several
 multiples of the whole experts' learning rate. Then the changes of the whole experts are cut to the same ranks
 by their singular values, as `atoll export --lora` does: at one rank, both have the same bytes. Variants train
-side by side, `--jobs` at a time; times are measured after them, alone. `--quick` draws its own images, and
-its distances mean nothing.
+side by side, `--jobs` at a time; times are measured after them, alone. With `--to` a benchmark that was cut
+off goes on. `--quick` draws its own images, and its distances mean nothing.
 """
 
 import shutil
@@ -49,7 +49,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
 from atoll.networks.families import family
-from atoll.networks.lora import own, trainable
+from atoll.networks.lora import DOWN, UP, trainable
 from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 
@@ -65,13 +65,14 @@ def main() -> None:
         "--rates", type=float, nargs="+", default=[1.0, 4.0], help="over the whole experts' rate"
     )
     words.add_argument("--device", help="cpu or cuda, for the times; by default the GPU, if there is one")
+    words.add_argument("--to", type=Path, metavar="FOLDER", help="keeps campaigns, to go on")
     options = options_of(words, work)
     if options.quick:
         options.ranks, options.rates = options.ranks[:2], options.rates[:1]
         options.jobs, options.samples = 2, 1600
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as scratch:
-        lines, notes = measured(Path(scratch), options, device)
+        lines, notes = measured(options.to or Path(scratch), options, device)
     finish("lora", lines, options, notes)
 
 
@@ -132,7 +133,10 @@ def work(step: str, folder: str, **how: Any) -> Any:
     return {
         "distance": distances[ROUTING],
         "single": {name: value for name, value in distances.items() if name in SINGLE},
-        "bytes": statistics.mean((Path(folder) / part.prefix / WEIGHTS).stat().st_size for part in parts),
+        "bytes": statistics.mean(
+            part.card.provenance.get("bytes") or (Path(folder) / part.prefix / WEIGHTS).stat().st_size
+            for part in parts
+        ),
         "steps": statistics.mean(part.card.samples / part.card.batch for part in parts),
         "kept": [part.card.provenance["kept"] for part in parts if "kept" in part.card.provenance],
     }
@@ -143,13 +147,12 @@ def variant(folder: Path, base: Path, rank: int | None, rate: float | None) -> N
     settings = yaml.safe_load((base / "campaign.yaml").read_text())
     if rank is not None:
         settings["network"]["lora"] = {"rank": rank}
-    folder.mkdir()
-    (folder / "campaign.yaml").write_text(yaml.safe_dump(settings))
     if rank is not None and rate is not None:
         # The rate of experts alone: pretraining's and the router's are the base's.
         own_rate = {"train": {"lr": rate * settings["train"]["lr"]}}
         settings["islands"] = dict.fromkeys(range(settings["partition"]["k"]), own_rate)
-        (folder / "campaign.yaml").write_text(yaml.safe_dump(settings))
+    folder.mkdir(exist_ok=True)
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(settings))
     run_command("partition", folder, alone=False)
     copied(folder, base, "pretrain", "router")
     run_command("train", "pretrain", folder, alone=False)  # hands its weights over
@@ -159,30 +162,33 @@ def variant(folder: Path, base: Path, rank: int | None, rate: float | None) -> N
 
 def copied(folder: Path, base: Path, *runs: str) -> None:
     """Take runs over that are alike in both campaigns."""
-    for run in runs:
-        for part in ("run", "expert"):
-            shutil.copytree(base / run / part, folder / run / part)
+    for run, part in product(runs, ("run", "expert")):
+        shutil.copytree(base / run / part, folder / run / part, dirs_exist_ok=True)
 
 
 def cut(folder: Path, base: Path, rank: int, _: None) -> None:
-    """The campaign of whole experts, with the change of each cut to a rank."""
-    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("reports", "ensemble", "checkpoints"))
-    store, campaign = Store.open(folder), Campaign.open(folder)
+    """The campaign of whole experts, each the shared network plus its own change cut to a rank."""
+    if folder.exists():
+        return
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(base, unfinished, ignore=shutil.ignore_patterns("reports", "ensemble", "checkpoints"))
+    store, campaign = Store.open(unfinished), Campaign.open(unfinished)
     for run in experts_of(campaign.config.partition.k):
         part = Checkpoint(store, run.network)
         change, card, plan = low_rank(part, rank), part.card, RunPlan.read(store, run.plan)
-        layers = sorted({name.rpartition(".lora_")[0] for name in change.tensors})
-        lora = {"rank": rank, "targets": layers}
-        config = NetworkConfig.parse({**campaign.config.network.model_dump(), "lora": lora}, "the benchmark")
-        network = initial_network(config, plan.shape, SETTINGS["seed"])
-        state = network.state_dict()
-        state |= {**part.beside(card.provenance["initial_weights"]), **change.tensors}
-        network.load_state_dict(state)
+        weights = part.beside(card.provenance["initial_weights"])
+        for layer in {name.rpartition(".lora_")[0] for name in change.tensors}:
+            up, down = (change.tensors[f"{layer}.{matrix}.weight"] for matrix in (UP, DOWN))
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + up @ down
+        network = initial_network(campaign.config.network, plan.shape, SETTINGS["seed"])
+        network.load_state_dict(weights)
         for gone in ("run", "expert"):  # its log names the whole expert
-            shutil.rmtree(folder / run.folder / gone)
-        provenance = {**card.provenance, "kept": change.kept}
-        changes = {"base": card.provenance["initial_weights"], "weights_sha256": "", "provenance": provenance}
-        part.write(network, own(network, network.state_dict()), card.model_copy(update=changes))
+            shutil.rmtree(unfinished / run.folder / gone)
+        size = sum(tensor.nbytes for tensor in change.tensors.values())
+        provenance = {**card.provenance, "kept": change.kept, "bytes": size}
+        part.write(network, weights, card.model_copy(update={"provenance": provenance}))
+    unfinished.rename(folder)
 
 
 # Times and memory.
