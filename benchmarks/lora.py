@@ -177,7 +177,7 @@ def cut(folder: Path, base: Path, rank: int, _: None) -> None:
     for run in experts_of(campaign.config.partition.k):
         part = Checkpoint(store, run.network)
         change, card, plan = low_rank(part, rank), part.card, RunPlan.read(store, run.plan)
-        weights = part.beside(card.provenance["initial_weights"])
+        weights = dict(part.beside(card.provenance["initial_weights"]))
         for layer in {name.rpartition(".lora_")[0] for name in change.tensors}:
             up, down = (change.tensors[f"{layer}.{matrix}.weight"] for matrix in (UP, DOWN))
             weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + up @ down
