@@ -616,10 +616,10 @@ def million(arena: Arena) -> None:
     replace(arena / f"export/router/{WEIGHTS}", len(header).to_bytes(8, "little") + header)
 
 
-def pax(arena: Arena) -> None:
+def pax(place: str, **headers: str) -> Forge:
     info = tarfile.TarInfo("0.png")
-    info.pax_headers = {"comment": "1" * 2**18}
-    replace(arena / "source.tar", info.tobuf(tarfile.PAX_FORMAT) + bytes(10_240))
+    info.pax_headers = headers
+    return bytes_of(place, info.tobuf(tarfile.PAX_FORMAT) + bytes(10_240))
 
 
 LEAVES = [{"name": "0"}, *({"name": str(n), "parent": str(n - 1)} for n in range(1, 3_000))]
@@ -636,7 +636,11 @@ for key, value in {"num_hidden_layers": 10**5, "num_layers": 10**9, "vocab_size"
         key,
     )
 row("links that lead in a circle", circle, INGEST)
-row("tar: a header of digits", pax, TAR, DAMAGED)
+row("tar: a header of digits", pax("source.tar", comment="1" * 2**18), TAR, DAMAGED)
+IMAGES = "campaign/data/images/00000.tar"
+digits = both(pax(IMAGES, size="1" * 40), lambda arena: agree(arena / "campaign", arena / IMAGES))
+row("images: a size of digits", digits, AUDIT, "problems in the data set")
+row("metadata.jsonl: a link to itself", link_to("metadata.jsonl", "metadata.jsonl"), INGEST, "is not read")
 row("scorer of a chain of leaves", scorer(scale={"dimensions": LEAVES}), SCORE, "scorer.json")
 for name, keep in {
     "spaces": f"a{SPACES}",

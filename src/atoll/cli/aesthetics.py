@@ -1,12 +1,15 @@
 """Commands that train, apply and evaluate an image-aesthetics scorer."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.base.errors import AtollError
 from atoll.cli.common import LOCAL, ON, PART, WORKERS, open_campaign, work_is_left
+
+if TYPE_CHECKING:
+    from atoll.data.job import Part
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
@@ -70,7 +73,7 @@ def score(
     out: Path,
     device: str,
     workers: int,
-    part: str | None,
+    part: "Part | None",
     on: str,
 ) -> None:
     """Score the rows of a campaign's data set, as a column of it, or the pictures of a folder."""

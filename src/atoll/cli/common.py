@@ -14,6 +14,7 @@ from atoll.base.errors import AtollError
 
 if TYPE_CHECKING:  # they take a second to import
     from atoll.campaign.folder import Campaign
+    from atoll.data.job import Part
 
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
@@ -27,8 +28,17 @@ STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; b
 WORKERS = click.option(
     "--workers", type=click.IntRange(1, 1024), default=1, help="Processes or jobs that share the work."
 )
+
+
+def _part(text: str) -> "Part":
+    from atoll.data.job import Part
+
+    return Part.parse(text)
+
+
 PART = click.option(
     "--part",
+    type=_part,
     envvar="ATOLL_PART",
     metavar="I/N",
     help="Write the shards I, I + N, ...; without it, finish.",
@@ -45,7 +55,9 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     return Campaign.open(campaign, sets)
 
 
-def work_is_left(campaign: "Campaign | None", workers: int, part: str | None, on: str, *words: str) -> bool:
+def work_is_left(
+    campaign: "Campaign | None", workers: int, part: "Part | None", on: str, *words: str
+) -> bool:
     """Whether this process goes on: with its own part, or with what workers left for it to put together."""
     if part is not None or (workers == 1 and on == "local"):
         return True
@@ -58,7 +70,7 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose shards workers make first; `part` are those that this process alone is to make."""
 
     @wraps(command)
-    def run(workers: int, part: str | None, on: str, **options: Any) -> None:
+    def run(workers: int, part: "Part | None", on: str, **options: Any) -> None:
         named: tuple[str, ...] = options.get("campaigns") or (options.get("campaign") or "",)
         opened = dict[str, Any]()
         if on != "local" and part is None:
@@ -71,14 +83,8 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
                 words.append(opened[word].store.location if word in opened else word)
             elif "=" not in word:
                 next(given)
-        if not work_is_left(next(iter(opened.values()), None), workers, part, on, *words):
-            return
-        own = None
-        if part is not None:
-            from atoll.data.job import Part
-
-            own = Part.parse(part)
-        command(part=own, **options)
+        if work_is_left(next(iter(opened.values()), None), workers, part, on, *words):
+            command(part=part, **options)
 
     return WORKERS(PART(ON(run)))
 

@@ -1,12 +1,16 @@
 """The commands that make, extend and check a campaign's data set."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
 from atoll.cli.common import CAMPAIGN, LOCAL, ON, PART, SETS, WORKERS, open_campaign, work_is_left
+
+if TYPE_CHECKING:
+    from atoll.data.job import Part
 
 
 @click.group()
@@ -85,7 +89,7 @@ for stage, summary in SHARDED.items():
         context: click.Context,
         campaign: str,
         workers: int,
-        part: str | None,
+        part: "Part | None",
         on: str,
         sets: tuple[str, ...],
     ) -> None:
@@ -93,7 +97,6 @@ for stage, summary in SHARDED.items():
         if name == "prepare" and opened.is_partitioned:
             return say("data set: finished already, and cut into clusters")
         from atoll.campaign import prepare
-        from atoll.data.job import Part
         from atoll.launch.submit import launcher
 
         def share(command: str) -> bool:
@@ -101,9 +104,8 @@ for stage, summary in SHARDED.items():
             words = ("data", command, opened.store.location, *options)
             return work_is_left(opened, workers, part, on, *words)
 
-        own = None if part is None else Part.parse(part)
         # A queue is given all stages at once; where workers are waited for, each ends within this process.
-        if name == "prepare" and (own is not None or on == "local" or launcher(on).WAITS):
-            prepare.prepare_data(opened, own, share)
+        if name == "prepare" and (part is not None or on == "local" or launcher(on).WAITS):
+            prepare.prepare_data(opened, part, share)
         elif share(name):
-            getattr(prepare, f"{name}_stage")(opened, own)
+            getattr(prepare, f"{name}_stage")(opened, part)

@@ -237,7 +237,7 @@ def vocabulary_of(campaign: Campaign) -> Vocabulary:
     return Vocabulary.read(campaign.store, Vocabulary.PLACE)
 
 
-def tag_stage(campaign: Campaign, tagger: str, part: str | None = None) -> None:
+def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None:
     """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags.
 
     With `part` only that part of the shards is written.
@@ -256,8 +256,7 @@ def tag_stage(campaign: Campaign, tagger: str, part: str | None = None) -> None:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
     progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
-    own = None if part is None else Part.parse(part)
-    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, progress, own)) is None:
+    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, progress, part)) is None:
         return
     say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 

@@ -72,9 +72,9 @@ class ImageReader:
         try:
             with tarfile.open(path, "r:") as tar:
                 members = [m for m in tar if m.isfile() and m.name.endswith(".png")]
-        except (tarfile.TarError, OSError):
+            self.places = np.array([(m.offset_data, m.size) for m in members], dtype=np.int64)
+        except (tarfile.TarError, OSError, ValueError, OverflowError):
             raise DataError(f"{path} is not a readable tar file", "write the data set again") from None
-        self.places = np.array([(m.offset_data, m.size) for m in members], dtype=np.int64)
 
     def read(self, index: int) -> Image.Image:
         """One picture, decoded."""

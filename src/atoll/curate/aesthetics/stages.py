@@ -51,7 +51,7 @@ def _say_untrained(training: Mapping[str, Any]) -> None:
         say(f"note: no label trained {head}: disregard those scores")
 
 
-def score_stage(campaign: Campaign, folder: str, device: str, part: str | None = None) -> None:
+def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None = None) -> None:
     """Write (or find) the column of scores, or one part of its shards."""
     scorer, file = Scorer.load(folder, device)
     dataset, names = campaign.dataset(), [*scorer.columns]
@@ -66,7 +66,7 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: str | None =
     progress = Progress("scores", len(dataset.shards), unit="shards")
     job = ColumnJob(dataset, COLUMN, producer, compute, progress=progress)
     if part is not None:
-        return job.write_part(Part.parse(part))
+        return job.write_part(part)
     job.run()
     _reported(campaign, dataset.column(COLUMN))
 

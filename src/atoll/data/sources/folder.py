@@ -136,8 +136,9 @@ class FolderSource(Source):
         for table in tables:
             try:
                 self._check(table)
-            except _NotTakenError as error:
-                raise DataError(f"{table} is not read: {error}", "put the file itself there") from None
+            except (_NotTakenError, OSError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise DataError(f"{table} is not read: {reason}", "put the file itself there") from None
             rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
             readable = [row for _, row in rows if isinstance(row, dict)][:100]
             names = list(dict.fromkeys(name for row in readable for name in row))
