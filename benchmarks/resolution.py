@@ -10,10 +10,10 @@ experts of clusters of thumbnails that share nothing, a router, a single network
 `atoll new --from` and the recipe `high-resolution` it goes on at 32x32, 36x28, 28x36, 44x24 and 24x44 pixels,
 of 252 to 264 patches, with each time shift in training and sampling, with positions interpolated
 (`network.interpolation_scale` 2) and not (1). "Before" draws at these shapes with the first networks. Both
-models of each draw a picture of every held-out caption, at its picture's shape. Distances are to those
-pictures, in features of a small network that was trained on the training pictures to tell their kinds.
-Captions are read word by word by a random text encoder, which needs no download. `--quick` trains for
-seconds on drawn pictures.
+models of each draw a picture of every held-out caption, or of `--drawn` of them, at its picture's shape.
+Distances are to those pictures, in features of a small network that was trained on the training pictures to
+tell their kinds. Captions are read word by word by a random text encoder, which needs no download. `--quick`
+trains for seconds on drawn pictures.
 """
 
 import argparse
@@ -83,8 +83,13 @@ BASE: dict[str, Any] = {
     "router": {"patch": 4, "depth": 2, "heads": 2, "head_width": 32, "train": RATES},
     "sampling": {"steps": 20, "guidance": 2.0, "routing": "top-1"},
 }
-CPU: dict[str, Any] = {"network": {"size": "nano", "depth": 4, "heads": 3, "head_width": 32}}
-"""Of a width of 96, a fifth of the operations."""
+CPU: dict[str, Any] = {
+    "network": {"size": "nano", "depth": 4, "heads": 3, "head_width": 32},
+    "train": {"batch": 64},
+    "router": {"train": {"batch": 64}},
+    "sampling": {"steps": 10},
+}
+"""Of a width of 96, a fifth of the operations, in more and smaller steps."""
 SMALL: dict[str, Any] = {
     "network": {"depth": 1, "heads": 2, "head_width": 24},
     "router": {"depth": 1, "heads": 1, "train": {"batch": 32}},
@@ -106,6 +111,7 @@ def main() -> None:
     words.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     words.add_argument("--base", type=int, default=640_000, help="training images of the first campaign")
     words.add_argument("--images", type=int, default=96_000, help="training images of the second ones")
+    words.add_argument("--drawn", type=int, default=10**6, help="most pictures that a model draws")
     options = parsed(words, work)
     if options.prepare:
         return prepare(options.sources, options.prepare, int(options.megabytes * 1e6))
@@ -116,7 +122,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         to = options.to or Path(scratch)
         if options.quick:
-            options.data, options.base, options.images, options.jobs = to / "drawn.parquet", 640, 320, 2
+            options.data, options.base, options.images = to / "drawn.parquet", 640, 320
+            options.jobs, options.drawn = 2, 40
             draw(options.data)
         finish("resolution", measure_all(to, options), options, {"sizes": SIZES})
 
@@ -144,10 +151,7 @@ def measure_all(to: Path, options: argparse.Namespace) -> list[Row]:
     assemble(Campaign.open(base))
 
     # The second ones share a data set and a judge, which are made for the first of them.
-    batch, judge = (
-        tree["train"]["batch"] // 2,
-        {"judge": str(to / "judge.safetensors"), "quick": options.quick},
-    )
+    batch, judge = tree["train"]["batch"] // 2, {"judge": str(to / "judge.safetensors")}
     folders, shifts = list[Path](), (0.0, *(SHIFTS[-1:] if options.quick else SHIFTS))
     for seed, scale, shift in product(range(options.seeds), SCALES, shifts):
         # Shift 0 is "before": a step that moves nothing.
@@ -178,7 +182,8 @@ def measure_all(to: Path, options: argparse.Namespace) -> list[Row]:
             run_command("new", folders[-1], *recipe, *sets, alone=False)
         if len(folders) == 1:
             run_command("data", "prepare", folders[0], alone=False)
-            child(__file__, kind="judge", folder=str(folders[0]), **judge)
+            child(__file__, kind="judge", folder=str(folders[0]), quick=options.quick, **judge)
+    judge |= {"drawn": options.drawn}
     found = each([{"kind": "go on", "folder": str(folder), **judge} for folder in folders])
     pool.shutdown()
 
@@ -226,7 +231,7 @@ def work(kind: str, folder: str, **more: Any) -> Any:
     assemble(campaign)
     judge = Judge().to(own_device())
     judge.load_state_dict(load_file(more["judge"]))
-    return distances(campaign, judge.eval(), most=40 if more["quick"] else 10**6)
+    return distances(campaign, judge.eval(), most=more["drawn"])
 
 
 class Judge(nn.Module):
@@ -294,7 +299,7 @@ def train_judge(campaign: Campaign, to: Path, quick: bool) -> None:
 def distances(campaign: Campaign, judge: Judge, most: int) -> dict[str, float]:
     """Of single network and ensemble, to the held-out pictures, at their shapes."""
     dataset, texts, config = campaign.dataset(), texts_of(campaign.dataset()), campaign.config
-    rows = dataset.split("heldout")[:most]
+    rows = np.random.default_rng(0).permutation(dataset.split("heldout"))[:most]
     assert dataset.buckets is not None
     shapes = [f"{width}x{height}" for width, height in dataset.buckets[rows].tolist()]
     square = np.array([shape == SIZES[0] for shape in shapes])

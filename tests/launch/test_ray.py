@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from atoll.campaign.folder import Campaign
+from atoll.curate.aesthetics.scale import Scale
+from atoll.curate.aesthetics.scorer import Scorer
 from atoll.launch.submit import plan_jobs
 from chaos.sweep import content, differences
 from helpers import Run, assembled, partitioned, refused, same_bits, write_campaign
@@ -144,6 +146,29 @@ def test_a_data_set_whose_workers_are_killed(launch: Callable[..., Launch], tmp_
     assert launch("partition", folder).end()[0] == 0
     for made in ("data", "partition"):
         assert differences(content(folder / made), content(tmp_path / "serial" / made)) == []
+
+
+@with_a_cluster
+def test_pictures_are_tagged_and_scored_by_workers(
+    launch: Callable[..., Launch], tmp_path: Path, run: Run
+) -> None:
+    serial, folder, words = tmp_path / "serial", tmp_path / "c", tmp_path / "words.txt"
+    partitioned(serial, {"launch": CHANGES["launch"]})
+    words.write_text("sans\nserif\n")
+    assert run("concepts", "index", serial, "--vocabulary", words).code == 0
+    shutil.copytree(serial, folder)
+    scale = Scale.parse({"dimensions": [{"name": "All"}]}, "the test")
+    Scorer(scale, "efficientnet-lite0@32").save(str(tmp_path / "scorer"), {})
+    for group, command, *options in (
+        ("concepts", "tag", "labels"),
+        ("aesthetics", "score", "--scorer", tmp_path / "scorer"),
+    ):
+        assert run(group, command, serial, *options).code == 0
+        code, text = launch(group, command, folder, *options, "--workers", "2", "--on", "ray").end()
+        assert code == 0 and len(re.findall(r" [12]: runs on 127\.0\.0\.1", text)) == 2, text
+    made = content(folder / "data")
+    assert differences(made, content(serial / "data")) == []
+    assert {path.split("/")[1] for path in made if path.startswith("columns/")} >= {"aesthetics"}
 
 
 @with_a_cluster
