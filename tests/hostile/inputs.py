@@ -897,6 +897,8 @@ def untrained(arena: Arena) -> None:
     (arena / RUN_FOLDER).mkdir()
 
 
+pooled = both(untrained, set_json("campaign/islands/0/island.json", shape__pooled_width=5))
+row("an island of another text", pooled, TRAIN, "a pooled text of 5 numbers")
 for n, (place, name) in enumerate(
     {
         "a tracker's folder": (RUN_FOLDER, "tensorboard"),

@@ -34,9 +34,11 @@ def watched(root: str, log: str) -> None:
     def note(event: str, what: Any) -> None:
         os.write(notes, f"{event} {what!r}\n".encode())
 
-    def below(path: Any) -> bool:
-        text = os.path.realpath(os.fsdecode(path))
-        return text == inside or text.startswith(inside + os.sep)
+    def below(path: Any, follow: bool = True) -> bool:
+        whole = os.path.abspath(os.fsdecode(path))
+        folder, name = (whole, "") if follow else os.path.split(whole)
+        text = os.path.join(os.path.realpath(folder), name)
+        return f"{text}{os.sep}".startswith(inside + os.sep)
 
     def allowed(path: Any) -> bool:
         return isinstance(path, int) or below(path) or os.fsdecode(path).startswith(("/dev/", "/proc/self/"))
@@ -56,11 +58,9 @@ def watched(root: str, log: str) -> None:
                 path = arguments[index]
                 if arguments[folder] != -1 and not isinstance(path, int):
                     path = os.path.join(f"/proc/self/fd/{arguments[folder]}", os.fsdecode(path))
-                if (
-                    not isinstance(path, int)
-                    and not below(path)
-                    and not os.fsdecode(path).startswith("/proc")
-                ):
+                if isinstance(path, int) or os.fsdecode(path).startswith("/proc"):
+                    continue
+                if not below(path, event == "os.chmod"):  # all others change a link, not what it leads to
                     note(event, path)
 
     sys.dont_write_bytecode = True  # Python's cache of what is imported from now on is no act of the input's

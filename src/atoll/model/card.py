@@ -28,14 +28,23 @@ def _complete(kind: type[Producer], by: dict[str, Any] | None) -> dict[str, Any]
         raise ValueError(error.what) from None
 
 
-def check_producers(latents: dict[str, Any], text: dict[str, Any] | None) -> None:
-    """Refuse columns that no card could name (`DataError`), before a training and not after it."""
+def check_producers(
+    latents: dict[str, Any], text: dict[str, Any] | None, shape: DataShape | None = None
+) -> None:
+    """Refuse columns that no card of this shape could name (`DataError`), before a training is spent."""
     for column, by, kind in (("latents", latents, LatentProducer), ("text", text, TextProducer)):
         try:
             _complete(kind, by)
         except ValueError as error:
             fix = "write the column again: atoll data encode"
             raise DataError(f"the producer of the column {column} is incomplete: {error}", fix) from None
+    if shape is not None and shape.pooled_width != _pooled(text):
+        what = f"the run is for a pooled text of {shape.pooled_width} numbers, the data have {_pooled(text)}"
+        raise DataError(what, "copy the island from where the partition was made")
+
+
+def _pooled(text: dict[str, Any] | None) -> int:
+    return int((text or {}).get("pooled") or 0)
 
 
 class Card(File):
@@ -109,7 +118,7 @@ class Card(File):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.shape.pooled_width != int((self.text or {}).get("pooled") or 0):
+        if self.shape.pooled_width != _pooled(self.text):
             raise ValueError("text and shape do not agree on a pooled vector")
         return self
 

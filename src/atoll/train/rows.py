@@ -93,7 +93,7 @@ class TrainingRows:
         )
         known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None
         producers = dataset.producers("text" if encoder is None else "tokens")
-        check_producers(*producers)
+        check_producers(*producers, recipe.plan.shape)
         return cls(train, heldout, recipe, *producers, known)
 
     @cached_property
