@@ -12,6 +12,7 @@ import pytest
 import yaml
 from scipy import stats
 
+from atoll.base.errors import AtollError
 from atoll.campaign.measured import ComparedModel, Comparison
 from atoll.measure.seeds import interval, over_seeds, unlike
 from helpers import Run, merged, refused
@@ -75,6 +76,12 @@ def test_unlike_comparisons_are_named() -> None:
 
 def changed_metric(**change: Any) -> Comparison:
     return compared(2, 1, metric={**METRIC, **change})
+
+
+def test_what_a_model_card_says_has_its_type() -> None:
+    for key, value in {"guidance": None, "samples": 2.5, "distance": 1, "reference_rows": "x" * 9}.items():
+        with pytest.raises(AtollError, match=f"metric.{key} is of another type"):
+            changed_metric(**{key: value})
 
 
 # The command.

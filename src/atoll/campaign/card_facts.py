@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.base.errors import AtollError
 from atoll.campaign.folder import Campaign
-from atoll.campaign.measured import Comparison
+from atoll.campaign.measured import SAID, Comparison
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE, SINGLE
 from atoll.campaign.runs import experts_of, read_partition
@@ -57,10 +57,9 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
         comparison = Comparison.read(store, COMPARISON)
         measured = comparison.parts
         names = parts if set(parts) <= set(BESIDE) else measured.keys() - set(BESIDE)
-        if {name: measured.get(name) for name in names} == parts:
-            keys = ("distance", "reference", "reference_rows", "samples", "steps", "guidance")
+        if {name: measured.get(name) for name in names} == parts and SAID.keys() <= comparison.metric.keys():
             facts["evaluation"] = {
-                "metric": {key: comparison.metric.get(key) for key in keys},
+                "metric": {key: comparison.metric[key] for key in SAID},
                 "rows": [{"name": row.name, "distance": row.distance} for row in comparison.rows],
             }
     return facts

@@ -243,6 +243,14 @@ class ComparisonTables(Tables):
     pairs: tuple[PairRow, ...] | None = column("Whether the same noise gives similar pictures.", default=None)
 
 
+SAID: dict[str, Any] = {
+    **dict.fromkeys(("distance", "reference"), str),
+    **dict.fromkeys(("reference_rows", "samples", "steps"), int),
+    "guidance": int | float,
+}
+"""What model cards say of a comparison's distance, and of which type it is."""
+
+
 class Comparison(Report):
     """`compare.json`: every model's distance under the same conditions, noise and judge."""
 
@@ -270,9 +278,12 @@ class Comparison(Report):
         return {"models": Table.of(ComparedModel, self.rows, "models"), **super().csv_tables()}
 
     @model_validator(mode="after")
-    def _as_many(self) -> Self:
+    def _fits(self) -> Self:
         if len(self.clusters) != len(self.prompts):
             raise ValueError("prompts and clusters differ in number")
+        for key in SAID.keys() & self.metric.keys():
+            if not isinstance(self.metric[key], SAID[key]):
+                raise ValueError(f"metric.{key} is of another type")
         return self
 
     def row(self, name: str | None) -> ComparedModel | None:
