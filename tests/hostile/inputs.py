@@ -640,6 +640,8 @@ row("tar: a header of digits", pax("source.tar", comment="1" * 2**18), TAR, DAMA
 IMAGES = "campaign/data/images/00000.tar"
 digits = both(pax(IMAGES, size="1" * 40), lambda arena: agree(arena / "campaign", arena / IMAGES))
 row("images: a size of digits", digits, AUDIT, "problems in the data set")
+NETWORK = f"campaign/ensemble/experts/0/{WEIGHTS}"
+row("weights of an ensemble: a pipe", pipe(NETWORK), ASSEMBLE)
 row("metadata.jsonl: a link to itself", link_to("metadata.jsonl", "metadata.jsonl"), INGEST, "is not read")
 row("scorer of a chain of leaves", scorer(scale={"dimensions": LEAVES}), SCORE, "scorer.json")
 for name, keep in {

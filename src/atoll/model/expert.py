@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -138,7 +139,10 @@ class FileWeights(Mapping[str, Tensor]):
 
         # The format is 8 bytes of length, JSON of that length, and the tensors' bytes. A header may come from
         # outside, so its types and offsets are checked before anything is read by them.
-        size = os.fstat(self._file).st_size
+        state = os.fstat(self._file)
+        if not S_ISREG(state.st_mode):
+            raise StoreError(f"{path} is no regular file", REMEDY)
+        size = state.st_size
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
         self.specs, self._starts = dict[str, Spec](), dict[str, int]()
         try:
