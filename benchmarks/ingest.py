@@ -32,9 +32,9 @@ from harness import Row, finish, in_turn, measured, median_row, parsed, parser, 
 from PIL import Image
 from pyarrow import parquet
 
+from atoll.base.part import Part
 from atoll.data.dataset import DataSet
 from atoll.data.ingest import IngestJob
-from atoll.data.job import Part
 from atoll.data.settings import IngestConfig
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store

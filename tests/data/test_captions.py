@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from atoll.base.part import Part
 from atoll.campaign.folder import Campaign
 from atoll.campaign.prepare import caption_stage, encode_stage, ingest_stage, prepare_data
 from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.encode import captions_of
-from atoll.data.job import Part
 from atoll.encoders.image_text import Captioner
 from helpers import Run, refused, write_campaign
 from helpers_data import encoded

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.part import Part
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.ingest import IngestJob, ingest, safe_id
-from atoll.data.job import ColumnJob, Part
+from atoll.data.job import ColumnJob
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.record import Record

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.data.job import Part
+from atoll.base.part import Part
 from atoll.measure.shards import FEW, MOST, ShardedRows
 from atoll.store.store import Store
 

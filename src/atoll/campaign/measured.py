@@ -278,7 +278,7 @@ class Comparison(Report):
         return {"models": Table.of(ComparedModel, self.rows, "models"), **super().csv_tables()}
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _is_readable(self) -> Self:
         if len(self.clusters) != len(self.prompts):
             raise ValueError("prompts and clusters differ in number")
         for key in SAID.keys() & self.metric.keys():

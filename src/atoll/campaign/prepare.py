@@ -10,6 +10,7 @@ import numpy as np
 from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
+from atoll.base.part import Part
 from atoll.base.pictures import grid, png
 from atoll.base.text import many
 from atoll.campaign.data_spec import data_spec
@@ -23,7 +24,6 @@ from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
 from atoll.data.encode import caption_job, captions_of, check_answers, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
-from atoll.data.job import Part
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
 from atoll.data.sources.several import open_sources

@@ -1,15 +1,13 @@
 """Commands that train, apply and evaluate an image-aesthetics scorer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from atoll.base.errors import AtollError
+from atoll.base.part import Part
 from atoll.cli.common import LOCAL, ON, PART, WORKERS, open_campaign, work_is_left
-
-if TYPE_CHECKING:
-    from atoll.data.job import Part
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
@@ -73,7 +71,7 @@ def score(
     out: Path,
     device: str,
     workers: int,
-    part: "Part | None",
+    part: Part | None,
     on: str,
 ) -> None:
     """Score the rows of a campaign's data set, as a column of it, or the pictures of a folder."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.base.errors import AtollError
+from atoll.base.part import Part
 
 if TYPE_CHECKING:  # they take a second to import
     from atoll.campaign.folder import Campaign
-    from atoll.data.job import Part
 
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
@@ -30,15 +30,9 @@ WORKERS = click.option(
 )
 
 
-def _part(text: str) -> "Part":
-    from atoll.data.job import Part
-
-    return Part.parse(text)
-
-
 PART = click.option(
     "--part",
-    type=_part,
+    type=Part.parse,
     envvar="ATOLL_PART",
     metavar="I/N",
     help="Write the shards I, I + N, ...; without it, finish.",
@@ -55,9 +49,7 @@ def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":
     return Campaign.open(campaign, sets)
 
 
-def work_is_left(
-    campaign: "Campaign | None", workers: int, part: "Part | None", on: str, *words: str
-) -> bool:
+def work_is_left(campaign: "Campaign | None", workers: int, part: Part | None, on: str, *words: str) -> bool:
     """Whether this process goes on: with its own part, or with what workers left for it to put together."""
     if part is not None or (workers == 1 and on == "local"):
         return True
@@ -70,7 +62,7 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose shards workers make first; `part` are those that this process alone is to make."""
 
     @wraps(command)
-    def run(workers: int, part: "Part | None", on: str, **options: Any) -> None:
+    def run(workers: int, part: Part | None, on: str, **options: Any) -> None:
         named: tuple[str, ...] = options.get("campaigns") or (options.get("campaign") or "",)
         opened = dict[str, Any]()
         if on != "local" and part is None:

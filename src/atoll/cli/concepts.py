@@ -1,14 +1,12 @@
 """The commands about concepts: what is in the data, and what that buys."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from atoll.base.part import Part
 from atoll.campaign.roles import BASELINE
 from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ON, PART, STEPS, WORKERS, open_campaign, work_is_left
-
-if TYPE_CHECKING:
-    from atoll.data.job import Part
 
 
 @click.group()
@@ -41,7 +39,7 @@ def index(campaign: str, **how: Any) -> None:
 @WORKERS
 @PART
 @ON
-def tag(campaign: str, tagger: str, workers: int, part: "Part | None", on: str) -> None:
+def tag(campaign: str, tagger: str, workers: int, part: Part | None, on: str) -> None:
     """Find concepts in pictures: class labels, a linear tagger, a CLIP, or a FILE of tags."""
     from atoll.curate.audit import tag_stage
 

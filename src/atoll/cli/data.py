@@ -1,16 +1,13 @@
 """The commands that make, extend and check a campaign's data set."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError
+from atoll.base.part import Part
 from atoll.cli.common import CAMPAIGN, LOCAL, ON, PART, SETS, WORKERS, open_campaign, work_is_left
-
-if TYPE_CHECKING:
-    from atoll.data.job import Part
 
 
 @click.group()
@@ -89,7 +86,7 @@ for stage, summary in SHARDED.items():
         context: click.Context,
         campaign: str,
         workers: int,
-        part: "Part | None",
+        part: Part | None,
         on: str,
         sets: tuple[str, ...],
     ) -> None:

@@ -17,6 +17,7 @@ from atoll.base.config import Config
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
+from atoll.base.part import Part
 from atoll.base.safe_parse import read_lines
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, measured, text
@@ -28,7 +29,6 @@ from atoll.curate.concepts import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
 from atoll.data.cluster_map import telling
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
-from atoll.data.job import Part
 from atoll.data.settings import features_column
 from atoll.store.store import Store
 

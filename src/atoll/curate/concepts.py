@@ -24,11 +24,12 @@ from torch import Tensor
 from atoll.base.errors import ConfigError, DataError, first_line
 from atoll.base.format import File
 from atoll.base.hashing import digest, sha256
+from atoll.base.part import Part
 from atoll.base.safe_parse import read_bytes, read_json
 from atoll.base.text import NO_NOUNS, words_of
 from atoll.data.columns import Column, Progress
 from atoll.data.dataset import DataSet, read_parquet
-from atoll.data.job import ColumnJob, Part
+from atoll.data.job import ColumnJob
 from atoll.encoders.vision import ClipEncoder, extractor
 
 Match = Literal["phrase", "words"]

@@ -8,15 +8,16 @@ them, and again where one was lost, is an engine's matter: a pool of processes, 
 import re
 from collections.abc import Mapping, Sequence
 from posixpath import join
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from atoll.base.console import say
-from atoll.base.errors import AtollError, ConfigError, DataError
+from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest
+from atoll.base.part import Part
 from atoll.data.columns import Compute, Extras, Kind, Progress, describe
 from atoll.data.formats import ColumnMeta, ShardNote
 from atoll.store.manifest import is_whole, named_entry, write_file
@@ -27,22 +28,6 @@ if TYPE_CHECKING:  # a data set computes its columns by this module
     from atoll.data.dataset import DataSet
 
 Result = TypeVar("Result")
-
-
-class Part(NamedTuple):
-    """The shards `number, number + total, ...` of a job."""
-
-    number: int
-    total: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Part":
-        """The part I/N, such as 2/8; `ConfigError` if it is none."""
-        part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-        if part is None or not int(part[2]):
-            raise ConfigError(f"--part {text!r} is no part of the shards", "write I/N, such as 2/8")
-        # Arrays count from 1 or from 0: only the remainder matters, and every shard has exactly one task.
-        return cls(int(part[1]) % int(part[2]), int(part[2]))
 
 
 class ShardedJob(Generic[Result]):

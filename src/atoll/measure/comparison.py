@@ -20,6 +20,7 @@ from atoll.base.device import using_threads, weights_dtype
 from atoll.base.errors import ConfigError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
+from atoll.base.part import Part
 from atoll.base.pictures import png
 from atoll.base.table import ratio_of
 from atoll.campaign.folder import Campaign
@@ -39,7 +40,6 @@ from atoll.campaign.milestones import Milestone, TrainingRun
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.measure import EXTRA
-from atoll.data.job import Part
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
 from atoll.measure.models import WIDE, Candidate, Drawn, RowConditions

@@ -19,11 +19,11 @@ from atoll.base.device import own_device, using_threads
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
 from atoll.base.hashing import digest, sha256
+from atoll.base.part import Part
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.data.dataset import MANIFEST, DataSet
-from atoll.data.job import Part
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How, compute, parse, scorers, settings_of
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of

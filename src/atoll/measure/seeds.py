@@ -13,11 +13,11 @@ from atoll.base.config import Config, differences
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
+from atoll.base.part import Part
 from atoll.base.table import Table
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import BASE, Comparison
 from atoll.campaign.roles import RUNS
-from atoll.data.job import Part
 from atoll.measure.comparison import compare
 from atoll.measure.models import WIDE
 from atoll.measure.pictures import Rows

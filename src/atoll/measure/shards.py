@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.base.console import Progress
 from atoll.base.format import code_version
 from atoll.base.hashing import digest, sha256
-from atoll.data.job import Part
+from atoll.base.part import Part
 from atoll.store.store import Absent, Store
 from atoll.store.tensors import read_tensors
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.base.console import Progress, say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import sha256
+from atoll.base.part import Part
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
 from atoll.campaign.folder import Campaign
@@ -25,7 +26,7 @@ from atoll.curate.concepts import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
-from atoll.data.job import ColumnJob, Part
+from atoll.data.job import ColumnJob
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]

@@ -17,6 +17,7 @@ from atoll.base.device import own_device, using_threads
 from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
+from atoll.base.part import Part
 from atoll.base.pictures import png
 from atoll.base.text import NONE
 from atoll.campaign.card_facts import single_cards
@@ -24,7 +25,6 @@ from atoll.campaign.diagnosed import CopyRow, Diagnosis, DiagnosisTables
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import DiagnoseConfig
 from atoll.data.columns import Column
-from atoll.data.job import Part
 from atoll.data.samples import Samples
 from atoll.data.settings import features_column
 from atoll.encoders.vision import VisionEncoder, extractor, vision_encoder
