@@ -136,7 +136,7 @@ def cause(outcome: Outcome) -> str | None:
         try:
             outcome.check()
         except AssertionError as error:
-            return " ".join(str(error).split())[:200]
+            return re.sub(r"/\S+?/inside/", "", " ".join(str(error).split()))[:200]
         return None
     frames = re.findall(r'File ".*?/(atoll/\S+?)", line (\d+)', text)
     named = [line for line in text.splitlines() if re.match(r"[\w.]+: ", line)] or text.strip().splitlines()
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(quick=False)
     options = parser.parse_args()
     start = time.monotonic()
     numbers = options.only or range(options.first, options.first + options.count)
@@ -240,7 +241,8 @@ def main() -> None:
             row("mutations", "run", float(len(found)), "", target=(">=", float(options.count))),
             row("mutations", "failures", float(sum(causes.values())), "", target=("<=", 0.0)),
         ]
-        finish("fuzz", rows, options.json)
+        wrong = [[one.number, one.mutation, one.cause] for one in found if one.cause is not None]
+        finish("fuzz", rows, options, {"found": wrong})
     sys.exit(bool(causes))
 
 

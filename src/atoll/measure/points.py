@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.console import say
@@ -33,7 +31,7 @@ from atoll.measure.same_noise import MOST, SavedSamples
 from atoll.measure.shards import ShardedRows
 from atoll.store.location import is_url
 from atoll.store.manifest import FileEntry, read_file
-from atoll.store.store import Store
+from atoll.store.store import Damaged, Store
 from atoll.store.tensors import read_tensors
 
 REFERENCES = "reports/references"
@@ -273,8 +271,8 @@ class Judge:
         if not self.store.exists(key):
             return None
         try:
-            return SavedSamples.read(load_tensors(self.store.get(key)))
-        except SafetensorError:
+            return SavedSamples.read(read_tensors(self.store.get(key), key, "pixels", "features"))
+        except Damaged:
             return None  # damaged: it is measured again
 
 

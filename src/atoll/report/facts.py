@@ -248,7 +248,8 @@ class Facts:
         """What the experts have in common, as a sentence."""
         spent, pretrain = total(run.train_flops for run in self.ensemble), self.one("pretrain")
         shared = (pretrain.train_flops or 0.0) if pretrain else 0.0
-        init = (self.frozen.config.get("network") or {}).get("init", "scratch")
+        network = self.frozen.config.get("network")
+        init = network.get("init", "scratch") if isinstance(network, dict) else "scratch"
         return sharing_sentence(
             shared / spent if spent else 0.0, init != "scratch", bool(self.frozen.config.get("origin"))
         )
