@@ -240,13 +240,17 @@ def test_the_clip_score_needs_clip_and_captions(
     folder: Path, folders: tuple[Path, Path], tmp_path: Path, run: Run
 ) -> None:
     clip = ["--extractor", save_clip(tmp_path / "clip")]
-    answer = run("evaluate", folder, *clip, "--metrics", "clip-score,cmmd", "--samples", "16", *QUICK)
+    wanted = "--metrics", "clip-score,caption-found,cmmd,frechet-excess"
+    answer = run("evaluate", folder, *clip, *wanted, "--samples", "16", *QUICK)
     assert answer.code == 0, answer
     numbers = result(folder)["values"]
     assert 0 <= numbers["clip-score"]["value"] <= 100 and numbers["clip-score"]["deviation"] > 0
+    assert 0 <= numbers["caption-found"]["value"] <= 1
+    assert numbers["caption-found"]["label"] == "own caption found among 16"
     assert numbers["cmmd"]["label"] == "CMMD" and numbers["cmmd"]["value"] > 0
     argv = ["evaluate", "--images", folders[0], "--reference", folders[1], "--out", tmp_path, *clip]
     refused(run(*argv, "--metrics", "clip-score"), "clip-score needs captions")
+    refused(run(*argv, "--metrics", "frechet-excess"), "needs the training pictures of a campaign")
 
 
 # Points side by side: unlike ones stand in one table with a warning only.

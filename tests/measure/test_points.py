@@ -127,6 +127,9 @@ class Grey:
         self.seen.append(len(pictures))
         return torch.tensor([[float(np.asarray(p)[0, 0]), 1.0] for p in pictures])
 
+    def texts(self, captions: list[str]) -> torch.Tensor:
+        return torch.tensor([[2.0 * int(caption), 1.0] for caption in captions])
+
 
 @pytest.mark.parametrize("batch", [1, 7, 30, 200])
 def test_rows_are_by_number_and_the_extractor_never_sees_few(store: Store, batch: int) -> None:
@@ -136,10 +139,8 @@ def test_rows_are_by_number_and_the_extractor_never_sees_few(store: Store, batch
     assert min(encoder.seen) >= FEW and max(encoder.seen) <= 64
 
 
-def test_captions_are_scored_with_their_pictures(store: Store) -> None:
-    def scorer(encoder: Any, rows: np.ndarray, captions: list[str]) -> np.ndarray:
-        assert [str(int(row)) for row in rows[:, 0]] == captions
-        return rows[:, 0] * 2.0
-
-    rows = extraction(store, Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, {"twice": scorer})
-    assert Features.of(rows.whole()).scores["twice"].tolist() == [2.0 * n for n in range(90)]
+def test_captions_are_read_with_their_pictures(store: Store) -> None:
+    rows = extraction(store, Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, captions=True)
+    found = Features.of(rows.whole())
+    assert found.texts is not None and (found.texts[:, 0] == 2 * found.rows[:, 0]).all()
+    assert found.rows[:, 0].tolist() == list(range(90))

@@ -6,11 +6,11 @@ number: 50,000 of Inception's take 0.4 GB.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from atoll.base.errors import DataError
 from atoll.base.hashing import digest, digest_strings
+from atoll.base.rng import generator
+from atoll.data.columns import some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
-from atoll.encoders.vision import VisionEncoder
+from atoll.encoders.vision import ClipEncoder, VisionEncoder
 from atoll.measure.same_noise import SavedSamples
 from atoll.measure.shards import FEW, ShardedRows, cut
 from atoll.model.dispatch import Trace
@@ -32,10 +34,6 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 AT_ONCE = 64
 """Pictures that an extractor sees at once, however they are drawn."""
-SCORE = "score "
-
-Scorer = Callable[[VisionEncoder, F32, list[str]], F64]
-"""Scores `(N,)` of pictures and their captions, from the pictures' features `(N, D)`."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +179,12 @@ class Rows:
             yield Batch(numbers, [self.dataset.image(int(self.rows[number])) for number in numbers])
 
 
+def training_pictures(dataset: DataSet, seed: int, stream: str, count: int) -> Rows:
+    """So many training pictures of one size, drawn by a seed."""
+    train = of_usual_size(dataset, dataset.split("train"))
+    return Rows(dataset, "train", some_rows(train, count, generator(seed, stream)))
+
+
 # What an extractor sees in them.
 
 
@@ -191,16 +195,15 @@ branches of guidance counted; calls and FLOPs as in a trace."""
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Features `(N, D)` of pictures by number, and scores `(N,)` with captions by the metric that asked."""
+    """Features `(N, D)` of pictures by number, and where metrics ask for them the captions' `(N, D)`."""
 
     rows: F32
-    scores: Mapping[str, F64] = field(default_factory=dict)
+    texts: F32 | None = None
 
     @classmethod
     def of(cls, made: Mapping[str, Tensor]) -> "Features":
         """Those of an `extraction`."""
-        scores = {name.removeprefix(SCORE): rows.numpy() for name, rows in made.items() if SCORE in name}
-        return cls(made["features"].numpy(), scores)
+        return cls(made["features"].numpy(), made["texts"].numpy() if "texts" in made else None)
 
 
 def extraction(
@@ -209,12 +212,11 @@ def extraction(
     encoder: VisionEncoder,
     name: str,
     batch: int,
-    scorers: Mapping[str, Scorer] | None = None,
+    captions: bool = False,
     keep: bool = False,
 ) -> ShardedRows:
-    """Features and scores of all pictures of a source, what they cost (`COSTS`, a row for each shard), and to
-    `keep` the values of the first pictures, as `SavedSamples` has them."""
-    scorers = scorers or {}
+    """Features of all pictures of a source, if asked of their captions too, and the cost (`COSTS`, a row for
+    each shard); to `keep` also the values of the first pictures, as `SavedSamples` has them."""
 
     def make(part: range) -> dict[str, Tensor]:
         start, cost = time.monotonic(), dict.fromkeys(COSTS, 0.0)
@@ -232,14 +234,15 @@ def extraction(
                 yield drawn
 
         rows = np.empty((len(part), encoder.width), dtype=np.float32)
-        scores = {f"{SCORE}{scorer}": np.empty(len(part)) for scorer in scorers}
-        for numbers, pictures, captions in _chunks(watched()):
+        texts = np.empty_like(rows)
+        for numbers, pictures, words in _chunks(watched()):
             index = np.array(numbers) - part.start
             rows[index] = encoded(encoder, pictures, len(source))
-            for scorer, score in scorers.items():
-                scores[f"{SCORE}{scorer}"][index] = score(encoder, rows[index], captions)
+            if captions:
+                texts[index] = cast(ClipEncoder, encoder).texts(words)  # `Metric.only`
         cost["seconds"] = time.monotonic() - start
-        arrays = {"features": rows, **scores, "cost": np.array([[*cost.values()]])}
+        arrays = {"features": rows, "cost": np.array([[*cost.values()]])}
+        arrays |= {"texts": texts} if captions else {}
         if pixels:
             arrays["pixels"] = np.stack([pixels[number] for number in sorted(pixels)])
         return {array: torch.from_numpy(values) for array, values in arrays.items()}
@@ -247,7 +250,7 @@ def extraction(
     about: dict[str, Any] | None = None
     if source.reusable:
         about = {"subject": source.subject, "protocol": source.about, "extractor": encoder.producer()}
-        about |= {"scores": [*scorers], "keep": keep}
+        about |= {"captions": captions, "keep": keep}
     return ShardedRows(store, about, name, len(source), batch, make)
 
 

@@ -6,6 +6,7 @@ evaluate` measures one. Points and features of references are kept, so that noth
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
-from atoll.measure.metrics.metric import How, compute, parse, scorers, settings_of
+from atoll.measure.metrics.metric import Floor, How, asks, compute, parse, settings_of
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
-from atoll.measure.pictures import COSTS, Features, Folder, Rows, Source, extraction
+from atoll.measure.pictures import COSTS, Features, Folder, Rows, Source, extraction, training_pictures
 from atoll.measure.request import COMPARED, REPORTS, notes_of, table
 from atoll.measure.same_noise import MOST, SavedSamples
 from atoll.measure.shards import ShardedRows
@@ -233,10 +234,10 @@ class Judge:
         return Measured(point, saved, True)
 
     def _rows(self, source: Source) -> ShardedRows:
-        name, scored = source.subject["name"], scorers(self.metrics)
+        name, captions = source.subject["name"], asks(self.metrics, "captions")
         # First samples are always there: a table that keeps them and a sweep that does not share the work.
         keep = isinstance(source, Drawn)
-        return extraction(self.store, source, self.encoder, name, self.batch, scored, keep)
+        return extraction(self.store, source, self.encoder, name, self.batch, captions, keep)
 
     def _known(self, source: Source, keep: bool) -> tuple[str, Protocol, How, Measured | None]:
         """The key of a point, its protocol, what metrics know, and the point if it is there."""
@@ -334,7 +335,7 @@ def evaluate(
     with using_threads(config.threads):
         device = own_device()
         encoder = extractor(config.extractor, config.extractor_size, str(device))
-        chosen = parse(config.metrics, encoder.kind, captioned=images is None)
+        chosen = parse(config.metrics, encoder.kind, images is None, campaign is not None)
 
         # What is measured: a folder of pictures, or what a model draws at conditions of the campaign's data.
         if images is not None:
@@ -347,18 +348,26 @@ def evaluate(
             )
             samples = samples_of(campaign, campaign.dataset(), rows, candidate.model.card)
             conditions = RowConditions.drawn(campaign, samples, rows, config.samples, drawn_by.seed)
-            source = Drawn(candidate, drawn_by, conditions, captioned="clip-score" in chosen)
+            source = Drawn(candidate, drawn_by, conditions, captioned=asks(chosen, "captions"))
 
         # What it is compared with, and how.
         usual = "test" if config.conditions == "test" else "heldout"
         real = reference_of(reference, split, campaign, encoder, store, usual)
         fewest = min(len(source), real.about.count)
         components = config.components_of(encoder.kind, encoder.width, fewest)
+        floor = None
+        if campaign is not None and asks(chosen, "floor"):
+            trained = training_pictures(campaign.dataset(), campaign.config.seed, "floor", len(source))
+            training = Reference.of_pictures(trained, "training pictures", encoder, store)
+            if part is not None:
+                training.write_part(encoder, config.batch, part)
+            floor = Floor({"floor": training.about.data}, partial(training.features, encoder, config.batch))
         how = How(
             *(encoder.name, encoder.kind, encoder.width, len(source), real.about.count, components),
             subsets=config.kid_subsets,
             subset=config.kid_size,
             device=device,
+            floor=floor,
         )
         judge = Judge(store, encoder, real, chosen, how, config.batch, REPORTS)
         if part is not None:

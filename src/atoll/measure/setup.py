@@ -7,11 +7,9 @@ from typing import Any
 
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.rng import generator
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import ComparedModel, Comparison
-from atoll.data.columns import some_rows
 from atoll.encoders.vision import VisionEncoder, extractor
 from atoll.measure.metrics.metric import How
 from atoll.measure.metrics.precision_recall import DENSITY_K
@@ -26,7 +24,7 @@ from atoll.measure.models import (
     strategies_for,
     supported,
 )
-from atoll.measure.pictures import Rows, of_usual_size
+from atoll.measure.pictures import Rows, training_pictures
 from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge, Reference
 from atoll.measure.same_noise import SavedSamples
@@ -121,8 +119,7 @@ class CommonSetup:
 
     def training(self, stream: str, count: int) -> Rows:
         """So many training pictures, drawn by the campaign's seed."""
-        train = of_usual_size(self.dataset, self.dataset.split("train"))
-        return Rows(self.dataset, "train", some_rows(train, count, generator(self.seed, stream)))
+        return training_pictures(self.dataset, self.seed, stream, count)
 
     @cached_property
     def floor(self) -> Rows:

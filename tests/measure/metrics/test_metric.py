@@ -12,7 +12,7 @@ from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.measure import metrics as package
 from atoll.measure.metrics import metric
 from atoll.measure.metrics.frechet import frechet_distance
-from atoll.measure.metrics.metric import How, compute, metrics, parse, settings_of
+from atoll.measure.metrics.metric import Floor, How, compute, metrics, parse, settings_of
 from atoll.measure.metrics.projection import Axes, Projection
 from atoll.measure.pictures import Features
 
@@ -64,6 +64,36 @@ def test_metrics_are_named() -> None:
     assert parse("fid,recall", "inception") == ["frechet", "recall"]
     assert "clip-score" not in parse("all", "clip", captioned=False)
     assert "clip-score" in parse("all", "clip") and "clip-score" not in parse("all", "dinov2")
+    assert "frechet-excess" in parse("all", "dinov2")
+    assert "frechet-excess" not in parse("all", "dinov2", trained=False)
+    with pytest.raises(ConfigError, match="frechet-excess needs the training pictures of a campaign"):
+        parse("frechet-excess", "dinov2", trained=False)
+
+
+def test_the_excess_is_over_the_distance_of_training_pictures() -> None:
+    samples, trained = Features(REFERENCE.rows + 2), Features(REFERENCE.rows * 1.5)
+    how = replace(HOW, floor=Floor({"floor": "digest"}, lambda: trained))
+    names = ["frechet", "frechet-excess"]
+    found = compute(names, how, samples, REFERENCE)
+    least = compute(["frechet"], how, trained, REFERENCE)["frechet"].value
+    assert found["frechet-excess"].value == pytest.approx(found["frechet"].value - least) and least > 0.1
+    assert found["frechet-excess"].settings == {"components": 8, "floor": "digest"}
+    assert compute(names, how, trained, REFERENCE)["frechet-excess"].value == 0
+
+
+def test_a_picture_finds_its_caption_among_a_hundred() -> None:
+    how = replace(HOW, kind="clip", samples=250)
+    pictures = RNG.normal(size=(250, 16)).astype(np.float32)
+    texts = pictures.copy()
+    texts[:30] = -texts[:30]  # nothing fits these less than their own
+    texts[30:50] = texts[30]  # and these have one caption
+    texts[200:] = -texts[200:]  # too few for a choice among as many
+    found = compute(["caption-found"], how, Features(pictures, texts), REFERENCE)["caption-found"]
+    assert 0.75 < found.value < (200 - 30) / 200 and found.label == "own caption found among 100"
+    assert found.settings == {"among": 100}
+    alike = Features(pictures[30:50], texts[30:50])
+    few = compute(["caption-found"], replace(how, samples=20), alike, REFERENCE)["caption-found"]
+    assert few.value == 1 and few.label == "own caption found among 20"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +103,7 @@ def test_metrics_are_named() -> None:
         ("", "unknown metric ''"),
         ("fid", "FID is the distance on Inception's features"),
         ("clip-score", "clip-score needs clip as its extractor"),
+        ("caption-found", "caption-found needs clip as its extractor"),
     ],
 )
 def test_metrics_that_do_not_exist(names: str, words: str) -> None:

@@ -1,39 +1,52 @@
-"""The CLIP score: how well pictures fit their captions (Hessel et al. 2021, with weight 100)."""
+"""How well pictures fit their captions, by CLIP's embeddings of both."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from atoll.encoders.vision import ClipEncoder, VisionEncoder
 from atoll.measure.metrics.metric import How, Metric, Value
-from atoll.measure.pictures import F32, F64, Features
+from atoll.measure.pictures import F64, Features
+
+AMONG = 100
+"""Captions that a picture is to find its own among."""
 
 
-class ClipScore(Metric):
-    """Mean of 100 max(cos, 0) between a picture's and its caption's embedding."""
+class Clip(Metric):
+    """The CLIP score: mean of 100 max(cos, 0) of a picture and its caption (Hessel et al. 2021).
 
-    names = ("clip-score",)
+    And the share of pictures that none of `AMONG` captions fits better than their own: R-precision (Park et
+    al. 2021).
+    """
+
+    names = ("clip-score", "caption-found")
     only = "clip"
     captions = True
 
     def label(self, name: str, how: How) -> str:
-        return "CLIP score"
+        return "CLIP score" if name == "clip-score" else f"own caption found among {min(AMONG, how.samples)}"
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
-        return {"scale": 100.0}
-
-    def score(self, encoder: VisionEncoder, features: F32, captions: list[str]) -> F64:
-        """Of every picture and its caption `(N,)`."""
-        assert isinstance(encoder, ClipEncoder)  # `only`
-        pictures, texts = features.astype(np.float64), encoder.texts(captions).numpy().astype(np.float64)
-        lengths = np.linalg.norm(pictures, axis=1) * np.linalg.norm(texts, axis=1)
-        scores: F64 = 100 * ((pictures * texts).sum(1) / lengths).clip(0)
-        return scores
+        return {"scale": 100.0} if name == "clip-score" else {"among": min(AMONG, how.samples)}
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        scores = samples.scores["clip-score"]
-        return {"clip-score": Value(float(scores.mean()), float(scores.std(ddof=1)))}
+        assert samples.texts is not None  # `captions`
+        pictures, texts = _directions(samples.rows), _directions(samples.texts)
+        scores = 100 * (pictures * texts).sum(1).clip(0)
+        # In their order, which is drawn by a seed; the last ones, too few for as hard a choice, are left out.
+        among, found = min(AMONG, len(texts)), list[bool]()
+        for first in range(0, len(texts) - among + 1, among):
+            cosines = pictures[first : first + among] @ texts[first : first + among].T
+            # Equal captions are each other's own: rounding must not decide between them.
+            found += (cosines.diagonal() >= cosines.max(1) - 1e-6).tolist()
+        shares = {"clip-score": scores, "caption-found": np.array(found, dtype=np.float64)}
+        return {name: Value(float(part.mean()), float(part.std(ddof=1))) for name, part in shares.items()}
 
 
-METRICS = (ClipScore(),)
+METRICS = (Clip(),)
+
+
+def _directions(rows: np.ndarray[Any, Any]) -> F64:
+    wide = rows.astype(np.float64)
+    directions: F64 = wide / np.linalg.norm(wide, axis=1, keepdims=True)
+    return directions

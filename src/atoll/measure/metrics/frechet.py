@@ -66,7 +66,30 @@ class Frechet(Metric):
         return {"frechet": Value(distance, None, "; ".join(notes) or None)}
 
 
-METRICS = (Frechet(),)
+class Excess(Frechet):
+    """The same in excess over real training pictures: it is 0 of what is as good as they are."""
+
+    names = ("frechet-excess",)
+    floor = True
+
+    def label(self, name: str, how: How) -> str:
+        return f"{super().label(name, how)} over training pictures'"
+
+    def settings(self, name: str, how: How) -> dict[str, Any]:
+        """The components, and which training pictures."""
+        assert how.floor is not None  # `floor`
+        return super().settings(name, how) | how.floor.about
+
+    def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
+        assert how.floor is not None
+        own, least = (
+            super(Excess, self).compute(how, rows, reference)["frechet"]
+            for rows in (samples, how.floor.features())
+        )
+        return {"frechet-excess": Value(own.value - least.value, None, own.note)}
+
+
+METRICS = (Frechet(), Excess())
 
 
 def frechet_distance(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:

@@ -2,20 +2,27 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 import atoll.measure.metrics as package
 from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.measured import MeasuredValue
-from atoll.encoders.vision import VisionEncoder
 from atoll.measure.metrics.projection import Axes
-from atoll.measure.pictures import F32, F64, Features, Scorer
+from atoll.measure.pictures import Features
 from atoll.measure.request import check_metrics
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Real training pictures in the place of samples: how near to the reference pictures can be."""
+
+    about: dict[str, Any]
+    features: Callable[[], Features]
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class How:
     references: int
     components: int  # principal ones, that a Fréchet distance is taken in
     axes: Axes | None = None  # those of other pictures than the reference's
+    floor: Floor | None = None
     subsets: int = 100  # of KID
     subset: int = 1000  # pictures of one, at most
     seed: int = 0
@@ -57,7 +65,9 @@ class Metric:
     only: ClassVar[str | None] = None
     """Kind of the extractor without which there is no such number."""
     captions: ClassVar[bool] = False
-    """Whether pictures need captions."""
+    """Whether pictures need captions, whose features are then in `Features.texts`."""
+    floor: ClassVar[bool] = False
+    """Whether training pictures are needed, in `How.floor`."""
 
     def label(self, name: str, how: How) -> str:
         """What the number may be called."""
@@ -69,10 +79,6 @@ class Metric:
 
     def check(self, how: How) -> None:
         """Refuse too few pictures before the work; `DataError`."""
-
-    def score(self, encoder: VisionEncoder, features: F32, captions: list[str]) -> F64:
-        """Scores of pictures and captions `(N,)`, where `captions` is set; kept in `Features.scores`."""
-        raise NotImplementedError
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         """All of its numbers, by name."""
@@ -88,15 +94,17 @@ def metrics() -> dict[str, Metric]:
     return {name: metric for metric in entries for name in metric.names}
 
 
-def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
+def parse(names: str, kind: str, captioned: bool = True, trained: bool = True) -> list[str]:
     """Metrics out of `frechet,kid,...`; `all` is every one that this kind of extractor allows.
 
-    `ConfigError` for an unknown metric, one of another extractor, or one that captions are missing for.
+    `ConfigError` for an unknown metric, one of another extractor, or one that captions or training pictures
+    are missing for.
     """
     check_metrics(names)
     known = metrics()
     if names.strip() == "all":
-        return [n for n, m in known.items() if m.only in (None, kind) and (captioned or not m.captions)]
+        fit = {name: metric for name, metric in known.items() if metric.only in (None, kind)}
+        return [n for n, m in fit.items() if captioned >= m.captions and trained >= m.floor]
     chosen = []
     for name in (part.strip().lower() for part in names.split(",")):
         if name == "fid" and kind != "inception":
@@ -108,13 +116,17 @@ def parse(names: str, kind: str, captioned: bool = True) -> list[str]:
             raise ConfigError(f"{name} needs {metric.only} as its extractor", "give it: --extractor NAME")
         if metric.captions and not captioned:
             raise ConfigError(f"{name} needs captions, and a folder of pictures has none", "leave it out")
+        if metric.floor and not trained:
+            raise ConfigError(
+                f"{name} needs the training pictures of a campaign", "name one, or leave it out"
+            )
         chosen.append(name)
     return list(dict.fromkeys(chosen))
 
 
-def scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Those of these metrics that score pictures and captions."""
-    return {name: metrics()[name].score for name in names if metrics()[name].captions}
+def asks(names: Sequence[str], what: Literal["captions", "floor"]) -> bool:
+    """Whether one of these metrics needs captions, or training pictures."""
+    return any(getattr(metrics()[name], what) for name in names)
 
 
 def settings_of(names: Sequence[str], how: How) -> dict[str, dict[str, Any]]:
