@@ -43,12 +43,12 @@ CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
     "core": 25_460,
-    "measure": 4_080,
+    "measure": 4_134,
     "report": 1_709,
     "export": 1_745,
     "serve": 1_507,
     "curate": 2_770,
-    "tests": 35_588,
+    "tests": 35_626,
     "benchmarks": 5_211,
     "longest file": 470,  # under 500: what one file alone imports is a part of it
     "tour": 4_856,
