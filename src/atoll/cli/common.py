@@ -28,8 +28,6 @@ STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; b
 WORKERS = click.option(
     "--workers", type=click.IntRange(1, 1024), default=1, help="Processes or jobs that share the work."
 )
-
-
 PART = click.option(
     "--part",
     type=Part.parse,
