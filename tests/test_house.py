@@ -42,21 +42,21 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_460,
+    "core": 25_458,
     "measure": 4_134,
     "report": 1_709,
-    "export": 1_745,
-    "serve": 1_507,
+    "export": 1_743,
+    "serve": 1_506,
     "curate": 2_770,
     "tests": 35_626,
-    "benchmarks": 5_211,
-    "longest file": 470,  # under 500: what one file alone imports is a part of it
+    "benchmarks": 5_203,
+    "longest file": 469,  # under 500: what one file alone imports is a part of it
     "tour": 4_856,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
     "private helpers with one caller": 92,
-    "files with one importer or none": 44,
+    "files with one importer or none": 42,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.124,
     "no comment": 0.973,
