@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from atoll.measure.metrics.metric import How, Metric, Value
-from atoll.measure.pictures import F64, Features
+from atoll.measure.pictures import Features
 
 AMONG = 100
 """Captions that a picture is to find its own among."""
@@ -31,7 +32,8 @@ class Clip(Metric):
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         assert samples.texts is not None  # `captions`
-        pictures, texts = _directions(samples.rows), _directions(samples.texts)
+        sides = (torch.from_numpy(rows).double() for rows in (samples.rows, samples.texts))
+        pictures, texts = (torch.nn.functional.normalize(rows).numpy() for rows in sides)
         scores = 100 * (pictures * texts).sum(1).clip(0)
         # In their order, which is drawn by a seed; the last ones, too few for as hard a choice, are left out.
         among, found = min(AMONG, len(texts)), list[bool]()
@@ -44,9 +46,3 @@ class Clip(Metric):
 
 
 METRICS = (Clip(),)
-
-
-def _directions(rows: np.ndarray[Any, Any]) -> F64:
-    wide = rows.astype(np.float64)
-    directions: F64 = wide / np.linalg.norm(wide, axis=1, keepdims=True)
-    return directions

@@ -73,7 +73,7 @@ class Excess(Frechet):
     floor = True
 
     def label(self, name: str, how: How) -> str:
-        return f"{super().label(name, how)} over training pictures'"
+        return f"{super().label(name, how)} minus training pictures'"
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
         """The components, and which training pictures."""
