@@ -43,7 +43,7 @@ CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
     "core": 25_458,
-    "measure": 4_134,
+    "measure": 4_130,
     "report": 1_709,
     "export": 1_743,
     "serve": 1_506,
