@@ -140,9 +140,10 @@ def headline(options: argparse.Namespace, scratch: Path) -> None:
         for entry, seed in _seeds(entries):
             source, data = options.source, options.to / "data"
             if entry.told:
-                islands = next(each for each in ENTRIES if each.name.startswith(APART))
+                made = (each.folder(options.to, seed) for each in ENTRIES if each.name.startswith(APART))
+                islands = next(folder for folder in made if (folder / "partition/partition.json").exists())
                 source, data = options.to / f"told-{seed}", options.to / f"told-data-{seed}"
-                tell(options.source, islands.folder(options.to, seed), source)
+                tell(options.source, islands, source)
             if entry.rebalanced:
                 data = options.to / "data-weighted"
             common = (*SPLIT, f"data.path={data.resolve()}", f"data.source={source.resolve()}")
