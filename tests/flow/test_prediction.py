@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from atoll.flow.objective import noisy, target
-from atoll.flow.prediction import DATA_EDGE, NOISE_EDGE, exact_range, flow_velocity, guide, same_snr_time
+from atoll.flow.prediction import (
+    DATA_EDGE,
+    MOST_WEIGHT,
+    NOISE_EDGE,
+    exact_range,
+    flow_velocity,
+    guide,
+    same_snr_time,
+    velocity_weight,
+)
 from atoll.flow.schedule import DDPMCosine, DDPMLinear, RectifiedFlow, Schedule, VPCosine, expand
 from atoll.flow.settings import Prediction
 
@@ -159,6 +168,25 @@ def test_with_a_bound_no_error_of_the_noise_is_magnified(dtype: torch.dtype) -> 
     off = [((v - (eps - x0)) ** 2).mean((1, 2, 3)) for v in (plain, held)]
     assert (off[1] <= off[0] * (1 + 1e-4)).all()
     assert float(off[0][-1]) > 100 and float(off[1].max()) < 4
+
+
+@pytest.mark.parametrize("prediction", get_args(Prediction))
+@pytest.mark.parametrize("curve", SCHEDULES, ids=lambda curve: curve.name)
+def test_an_error_weighs_what_it_does_to_the_velocity(curve: Schedule, prediction: Prediction) -> None:
+    t = torch.tensor([0.06, 0.3, 0.5, 0.8, 0.94], dtype=torch.float64)
+    tau, x_t = same_snr_time(t, RectifiedFlow(), curve), torch.randn(5, 1, 2, 2).double()
+    one, nil = (
+        flow_velocity(lambda x, _, make=make: make(x), prediction, curve, x_t, t)  # type: ignore[misc]
+        for make in (torch.ones_like, torch.zeros_like)
+    )
+    found = (one - nil).square().mean((1, 2, 3))
+    torch.testing.assert_close(velocity_weight(tau, curve, prediction), found.clamp(max=MOST_WEIGHT))
+
+
+def test_weights_by_hand() -> None:
+    t = torch.tensor([0.01, 0.25, 0.5])
+    assert velocity_weight(t, RectifiedFlow(), "x0").tolist() == [MOST_WEIGHT, 16.0, 4.0]
+    assert velocity_weight(t, RectifiedFlow(), "v").tolist() == [1.0, 1.0, 1.0]
 
 
 def test_scale_one_is_the_conditional_velocity_exactly() -> None:

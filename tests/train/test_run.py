@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from atoll.base.errors import DataError, PartitionError
@@ -19,7 +20,9 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.networks.families import parameter_count
 from atoll.train import loop, state
+from atoll.train.rows import Batch
 from atoll.train.run import train_run
+from atoll.train.tasks import DenoiserTask
 from helpers import entries, partitioned, write_campaign
 
 
@@ -62,6 +65,25 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     sample("d.png", "once", one_place)
     pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
     assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
+
+
+def test_a_loss_in_velocity_weighs_every_sample_by_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def look(self: DenoiserTask, batch: Batch) -> None:
+        seen.append((self._losses(batch).detach(), batch.t))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DenoiserTask, "step", look)
+    for loss in ("prediction", "velocity"):
+        campaign = partitioned(tmp_path / loss, {"objective": {"prediction": "x0", "loss": loss}})
+        with pytest.raises(KeyboardInterrupt):
+            train_run(campaign, "monolith")
+    (plain, t), (weighted, same) = seen
+    assert torch.equal(t, same) and len(t.unique()) > 1
+    torch.testing.assert_close(weighted, plain / t.square().clamp(min=1 / 400))
 
 
 def test_a_column_of_another_encoder_is_made_again(

@@ -27,6 +27,9 @@ would magnify the network's error more than 200 times."""
 DATA_EDGE = 1e-4
 """Smallest t that `v = (x_t - x0) / t` divides by; in float32 it costs about 1e-3 of rounding."""
 
+MOST_WEIGHT = 400.0
+"""Of a squared error that is taken in velocity: JiT (arXiv 2511.13720) divides by no t below 0.05."""
+
 
 def same_snr_time(t: Float[Tensor, "B"], source: Schedule, target: Schedule) -> Float[Tensor, "B"]:
     """The time of `target` at which its SNR is that of `source` at `t`; at most the end of its range."""
@@ -97,6 +100,16 @@ def flow_velocity(
         return v
     x0 = x_t - _like(now, x_t) * v
     return v + (x0 - x0.clamp(-bound, bound)) / _like(below, x_t)
+
+
+def velocity_weight(t: Float[Tensor, "B"], schedule: Schedule, prediction: Prediction) -> Float[Tensor, "B"]:
+    """How many times the squared error of a prediction is that of `eps - x0`, at most `MOST_WEIGHT`.
+
+    For x0 on rectified flow it is `1 / t^2`.
+    """
+    now = t.double()
+    gain = _conversion(now, schedule, prediction, (-torch.ones_like(now), torch.ones_like(now)))[1]
+    return gain.square().clamp(max=MOST_WEIGHT).to(t.dtype)
 
 
 def _mixture(prediction: Prediction, t: Tensor, schedule: Schedule) -> Pair:

@@ -71,6 +71,9 @@ class ObjectiveConfig(Config):
     ones take numbers, as in `ddpm-linear(1000, 0.0001, 0.02)`."""
     prediction: Prediction = "v"
     """Prediction type of the network: v (velocity), eps (noise), x0 (image) or score."""
+    loss: Literal["prediction", "velocity"] = "prediction"
+    """What the squared error is taken of: the prediction, or the rectified-flow velocity that follows from
+    it. With `x0` the second is the objective of JiT (arXiv 2511.13720)."""
     time: TimeConfig = TimeConfig()
     """Distribution of training times."""
     condition_dropout: float = Field(default=0.1, ge=0, le=1)

@@ -18,6 +18,7 @@ from atoll.data.columns import some_rows
 from atoll.encoders.registry import check_known
 from atoll.encoders.vae import Autoencoder, autoencoder_of
 from atoll.flow.objective import noisy, per_sample_loss, target
+from atoll.flow.prediction import velocity_weight
 from atoll.flow.schedule import RectifiedFlow, schedule
 from atoll.model.bank import Bank
 from atoll.model.expert import Expert, bound_of
@@ -122,10 +123,14 @@ class DenoiserTask(Task):
             return None
 
     def _losses(self, batch: Batch) -> Tensor:
-        prediction = self.recipe.objective.prediction
-        x_t = noisy(batch.x0, batch.eps, batch.t, self.schedule)
-        output = self.family.predict(self.network, x_t, batch.t * self.schedule.clock, batch.cond)
-        return per_sample_loss(output, target(batch.x0, batch.eps, batch.t, self.schedule, prediction))
+        objective, t = self.recipe.objective, batch.t
+        x_t = noisy(batch.x0, batch.eps, t, self.schedule)
+        output = self.family.predict(self.network, x_t, t * self.schedule.clock, batch.cond)
+        goal = target(batch.x0, batch.eps, t, self.schedule, objective.prediction)
+        loss = per_sample_loss(output, goal)
+        if objective.loss == "prediction":
+            return loss
+        return loss * velocity_weight(t, self.schedule, objective.prediction)
 
 
 class RouterTask(Task):
