@@ -218,11 +218,13 @@ class Protocol:
             drawn = [
                 album("test", self.samples, str(seed), guidance=best, seed=seed) for seed in range(self.draws)
             ]
-            known = f"matcher-{campaign.dataset().content[:12]}.safetensors"
-            network = matcher(drawn[0].training, folder.parent / known, self.epochs)
-            test = (
-                drawn[0].distances(self.judges) | drawn[0].matches(network) | drawn[0].without_twins(**judge)
-            )
+            known, first_drawn = f"{campaign.dataset().content[:12]}.safetensors", drawn[0]
+            seen = matcher(first_drawn.training, folder.parent / f"matcher-{known}", self.epochs)
+            # It has seldom seen a picture, but has seen none that a model learned from either.
+            unseen = matcher(first_drawn.heldout, folder.parent / f"unseen-{known}", 10 * self.epochs)
+            test = {f"{name}, unseen rows": value for name, value in first_drawn.matches(unseen).items()}
+            test |= first_drawn.matches(seen) | first_drawn.without_twins(**judge)
+            test = first_drawn.distances(self.judges) | test
             again = [other.distances({first: judge})[first] for other in drawn[1:]]
         if name == "student":
             test[COST] = flops(folder, "student") / spent
@@ -286,7 +288,7 @@ def report(points: Points, options: argparse.Namespace, floor: Mapping[str, floa
             singles, base = points[over][way], over if way == "monolith" else f"{over}: {way}"
             for value in values:
                 known = all(value in singles[seed]["test"] for seed in own)
-                if value.split(" within ")[0] in SHARES or not known:
+                if re.split(" within |, unseen", value)[0] in SHARES or not known:
                     continue
                 mine, theirs = ([of[seed]["test"][value] for seed in own] for of in (own, singles))
                 pairs = ratios(mine, theirs)

@@ -46,6 +46,7 @@ JUDGES: dict[str, dict[str, Any]] = {
 TWINS = (0.05, 0.1, 0.15)
 """Root mean squares of the difference of pixels in [-1, 1] up to which one is the other's twin or copy."""
 AMONG = 100
+OTHERS = ("train", "heldout")
 GUIDED = "monolith null milestone"
 """The single network, its null branch that of its first milestone (a weaker one's, arXiv 2312.02696)."""
 GUIDED_APART = "once null own milestone"
@@ -81,12 +82,15 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
 
 @dataclass(frozen=True)
 class Album:
-    """Pictures in a folder, by number, that a model drew at captions, and the rows that it learned from."""
+    """Pictures in a folder, by number, that a model drew at captions."""
 
     campaign: Campaign
     folder: Path
     conditions: RowConditions
     training: Samples
+    """The rows that the model learned from."""
+    heldout: Samples
+    """Rows that no model learned from."""
 
     @classmethod
     def of(
@@ -94,7 +98,7 @@ class Album:
     ) -> "Album":
         """Draw the pictures, unless the folder holds them already."""
         candidate, dataset = candidate_of(campaign, model), campaign.dataset()
-        rows, training = (samples_of(campaign, dataset, s, candidate.model.card) for s in (split, "train"))
+        rows, *others = (samples_of(campaign, dataset, s, candidate.model.card) for s in (split, *OTHERS))
         conditions = RowConditions.drawn(campaign, rows, split, count, generation.seed)
         source = Drawn(candidate, generation, conditions)
         about = json.dumps({**source.subject, **source.about, "count": count}, sort_keys=True)
@@ -105,19 +109,20 @@ class Album:
                 for number, picture in zip(batch.numbers, batch.pictures, strict=True):
                     picture.save(folder / f"{number:05}.png")
             done.write_text(about)
-        return cls(campaign, folder, conditions, training)
+        return cls(campaign, folder, conditions, *others)
 
     @classmethod
     def real(cls, campaign: Campaign, split: str, count: int, folder: Path) -> "Album":
         """Training pictures in a model's place: no model is expected to come nearer to the split."""
         plan, dataset = RunPlan.read(campaign.store, Run("router").plan), campaign.dataset()
-        rows, training = (samples_of(campaign, dataset, s, plan) for s in (split, "train"))
+        rows, *others = (samples_of(campaign, dataset, s, plan) for s in (split, *OTHERS))
+        training = others[0]
         chosen = torch.randperm(len(training), generator=generator(0, "real"))[:count].numpy()
         folder.mkdir(parents=True, exist_ok=True)
         for number, pixels in enumerate(training.latents(chosen)):
             values = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
             Image.fromarray(values.squeeze()).save(folder / f"{number:05}.png")
-        return cls(campaign, folder, RowConditions.drawn(campaign, rows, split, count, 0), training)
+        return cls(campaign, folder, RowConditions.drawn(campaign, rows, split, count, 0), *others)
 
     def distances(self, judges: Mapping[str, dict[str, Any]]) -> dict[str, float]:
         """Fréchet distance by each judge; precision and recall by the first."""
@@ -240,6 +245,7 @@ def matcher(samples: Samples, path: Path, epochs: int = 30, batch: int = 256) ->
         network.load_state_dict(load_file(path))
         return network.eval()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
+    batch = min(batch, len(samples))
     steps = len(samples) // batch
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=epochs * steps)
     for _ in range(epochs):
