@@ -197,6 +197,7 @@ DIT, VAE = "transformer/config.json", "vae/config.json"
         (DIT, {"_class_name": "UNet2DModel"}, "is a UNet2DModel: DiT, PixArt, SD3 and Flux transformers can"),
         (VAE, {"scaling_factor": 0.18215}, "shift 0 and scale 0.18215, the campaign's are pixels"),
         (VAE, {}, "latents with shift 0 and scale 1, the campaign's are pixels"),
+        (VAE, {"_class_name": "AutoencoderKL"}, "shift 0 and scale 0.18215, the campaign's are pixels"),
     ],
 )
 def test_one_for_other_data_is_refused(
@@ -250,9 +251,12 @@ def test_training_may_go_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     network = {"network": {"init": str(tmp_path / "there"), "depth": 2, "head_width": 8}}
     partitioned(tmp_path / "a", network | {"objective": {"prediction": "eps", "schedule": "ddpm-linear"}})
     out = capsys.readouterr().out
-    assert "100.0% of the numbers" in out and "was trained to give" not in out
+    assert "100.0% of the numbers" in out and "warning: network.init" not in out
+    (tmp_path / "there/vae").mkdir()
+    (tmp_path / "there" / VAE).write_text("{}")
     other = partitioned(tmp_path / "b", network)
     out = capsys.readouterr().out
     assert "was trained to give eps on ddpm-linear, and goes on with v on rectified-flow" in out
+    assert "warning: network.init:" in out and "the campaign's are pixels" in out
     train_run(other, "expert", 0)
     assert Checkpoint(other.store, "islands/0/expert").card.provenance["init"]["kind"] == "checkpoint"

@@ -331,6 +331,12 @@ def test_an_export_is_the_pipeline_with_all_of_its_encoders(
     exec(compile(program, "README.md", "exec"), {"__name__": "stranger"})
     with Image.open(picture) as drawn:
         assert drawn.size == (SIZE, SIZE)
+    # CLIP's texts are cut where the campaign's are, and no pipeline cuts them at fewer than 77 tokens.
+    card = tmp_path / "c/monolith/expert/card.json"
+    content = json.loads(card.read_text())
+    content["text"]["max_length"] = 76
+    card.write_text(json.dumps(content))
+    refused(command(capsys, *argv, "--encoders", "copy"), "reads 77 to 512 tokens, and this model 76")
 
 
 @pytest.mark.parametrize("name", ["sd3", "dev"])
@@ -354,10 +360,41 @@ def test_an_exported_ensemble_holds_all_encoders(
         torch.testing.assert_close(batch.latents, drawn, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="pooled vector beside prompt_embeds"):
         pipe(prompt_embeds=torch.zeros(1, 2, 24), prompt_attention_mask=torch.ones(1, 2), guidance_scale=1.0)
+    if name == "sd3":  # as diffusers' users turn it off; the formula would leave the prompt out
+        off, none = (
+            pipe(PROMPTS, generator=torch.Generator().manual_seed(7), **{**how, "guidance_scale": g}).images
+            for g in (0.0, 1.0)
+        )
+        assert torch.equal(off, none)
     pipe.save_pretrained(tmp_path / "again")
     again = AtollPipeline.from_pretrained(tmp_path / "again")
     again.set_progress_bar_config(disable=True)
     assert torch.equal(again(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images, drawn)
+
+
+def test_encoders_that_stay_outside_are_loaded_beside_those_in_the_folder(
+    adopted: Callable[[str], tuple[Path, Model]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of FLUX.1: CLIP is small and copied, T5 is not."""
+    folder, model = adopted("dev")
+    small = {"text_encoder": "MIT"}
+    monkeypatch.setattr("atoll.export.encoders.licence_of", lambda name: small.get(Path(name).name))
+    argv = ["export", folder.parent / "c", "--to", tmp_path / "out", "--no-picture"]
+    assert command(capsys, *argv).code == 0
+    assert [path.name for path in (tmp_path / "out").glob("text_encoder*")] == ["text_encoder"]
+    allowed = Campaign.open(folder.parent / "c").config.encoders
+    with pytest.raises(ConfigError, match="does not know"):
+        AtollPipeline.from_pretrained(tmp_path / "out")
+    pipe = AtollPipeline.from_pretrained(tmp_path / "out", encoders=allowed)
+    pipe.set_progress_bar_config(disable=True)
+    how = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
+    drawn = pipe(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images
+    generation = model.generation.with_(steps=STEPS, guidance=GUIDANCE, seed=7)
+    (batch,) = model.generate(model.conditions(PROMPTS), generation)
+    torch.testing.assert_close(batch.latents, drawn, rtol=0, atol=1e-5)
 
 
 def test_rows_of_different_guidance_share_a_batch(adopted: Callable[[str], tuple[Path, Model]]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from atoll.base.part import Part
 from atoll.campaign.folder import Campaign
@@ -44,6 +45,8 @@ def test_images_without_captions_are_described(tmp_path: Path, run: Run) -> None
     folder = campaign(tmp_path, model)
     run("data", "ingest", folder)
     refused(run("data", "encode", folder), "no caption", "atoll data caption")
+    # Between the two stages, as after a kill: nothing that comes before captions asks for them.
+    assert "captions are not there yet" in run("plan", folder).out
     said = run("data", "caption", folder)
     assert said.code == 0 and "5 rows" in said.out, said
     dataset = Campaign.open(folder).dataset()
@@ -103,6 +106,27 @@ def test_a_shard_may_stay_without_words(tmp_path: Path, monkeypatch: pytest.Monk
     caption_stage(opened)
     assert captions(opened.dataset()) == ["", "", "a tree", "its own words", "a house"]
     encode_stage(opened)
+
+
+def test_images_of_several_shapes_wait_for_captions(tmp_path: Path, run: Run) -> None:
+    folder = campaign(tmp_path, save_llava(tmp_path))
+    sets = ["--set", "data.ingest.buckets={sizes: [16x16, 24x12], multiple: 4, min_rows: 1}"]
+    for _ in range(2):
+        assert run("data", "ingest", folder, *sets).code == 0
+    assert run("data", "prepare", folder, *sets).code == 0
+
+
+def test_a_processor_that_takes_no_such_images_is_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = campaign(tmp_path, save_llava(tmp_path))
+    run("data", "ingest", folder)
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise ValueError("Found 1 token and 4 images")
+
+    monkeypatch.setattr(transformers.LlavaProcessor, "__call__", refuses)
+    refused(run("data", "caption", folder), "takes no prompt with one image", "name another")
 
 
 def test_what_is_no_captioner_is_refused(tmp_path: Path, run: Run) -> None:

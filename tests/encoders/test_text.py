@@ -9,6 +9,7 @@ import transformers
 from atoll.base.errors import ConfigError
 from atoll.encoders.text import (
     LONGEST_PROMPT,
+    Form,
     TextEncoder,
     prompt_length,
     text_encoder,
@@ -164,3 +165,13 @@ def test_parts_of_a_pipeline_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     assert text_form("someone/flux/text_encoder_2", 12).width == 16
     assert asked[1] == ["text_encoder_2/*.json"] and "tokenizer_2/*.json" in asked[0]
     assert not any(pattern.endswith((".bin", ".py")) for pattern in asked[0])
+
+
+def test_clip_without_a_projection_beside_one_that_has_it_is_refused() -> None:
+    """SD3 reads the states of both; a name such as openai/clip-vit-large-patch14 gives a vector alone."""
+    states, vector, t5 = Form(77, 12, 12, True), Form(77, 0, 8, True), Form(256, 24)
+    assert Form.joined([states, states, t5]) == Form(333, 24, 24)
+    assert Form.joined([vector, t5]) == Form(256, 24, 8)
+    for forms in ([states, vector, t5], [vector, vector, t5]):
+        with pytest.raises(ConfigError, match="no projection"):
+            Form.joined(forms)

@@ -22,6 +22,7 @@ from PIL import Image
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
+from atoll.base.hashing import digest
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import initial_network
@@ -279,6 +280,21 @@ def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
     (other,) = model.generate(conditions, model.generation.with_(steps=steps + 1), noise=noise)
     assert (other.latents - batch.latents).abs().max() > 1e-2
     assert f"trained for {steps} sampling steps" in (to / "README.md").read_text()
+
+
+def test_a_student_of_few_steps_and_sizes_as_conditions_is_refused(
+    students: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sigma's pipeline, which takes its scheduler, passes none; a config that says null has them at 128."""
+    folder = Path(shutil.copytree(students("texts"), tmp_path / "c"))
+    card, config = (folder / "student/expert" / name for name in ("card.json", "config.json"))
+    settings = {**json.loads(config.read_text()), "use_additional_conditions": True}
+    config.write_text(json.dumps(settings))
+    few = {"sampling": {"steps": 1, "guidance": 1.0, "shift": SHIFT}, "config_sha256": digest(settings)}
+    card.write_text(json.dumps({**json.loads(card.read_text()), **few}))
+    argv = ["export", folder, "--model", "student", "--to", tmp_path / "out"]
+    refused(command(capsys, *argv), "PixArtSigmaPipeline", "export the ensemble")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture

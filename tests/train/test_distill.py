@@ -38,6 +38,7 @@ from atoll.train.rows import Batch, TrainingRows
 from atoll.train.run import train_run
 from helpers import (
     WEIGHTS,
+    assembled,
     command,
     metrics,
     partitioned,
@@ -329,6 +330,14 @@ def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
     replace_expert(other, 1, by=0)
     with pytest.raises(ConfigError, match="was made with other settings"):
         train_run(Campaign.open(other), "student")
+
+
+def test_a_shift_by_tokens_is_a_number_in_previews_of_few_steps(tmp_path: Path) -> None:
+    student = {"steps": 2, "teacher_steps": 4, "stock": False, "train": {"previews": 1}}
+    changes = {"budget": {"samples": 64}, "monolith": False, "objective": {"time": {"shift": "tokens"}}}
+    assembled(tmp_path / "c", {**changes, "student": student})
+    train_run(Campaign.open(tmp_path / "c"), "student")
+    assert [*(tmp_path / "c/student/run/previews").glob("*.png")]
 
 
 def test_the_card_tells_the_teachers(copy: Path) -> None:

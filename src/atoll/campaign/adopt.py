@@ -162,18 +162,8 @@ def _check_fit(
                 f" {value}",
                 "adopt one that was trained on data of this shape",
             )
-    if (vae := origin.beside("vae", "config.json")) is not None:
-        # Latents of the same VAE with other constants look alike, and would give grey pictures.
-        shift, scale = float(vae.get("shift_factor") or 0.0), float(vae.get("scaling_factor") or 1.0)
-        same = (shift, scale) == (latents["shift"], latents["scale"])
-        same = same and list(vae.get("latents_mean") or []) == list(latents.get("mean") or [])
-        if latents["name"] == "none" or not same:
-            ours = f"have {latents['shift']:g} and {latents['scale']:g}"
-            raise ConfigError(
-                f"{origin.name!r} was trained on latents with shift {shift:g} and scale {scale:g},"
-                f" the campaign's {'are pixels' if latents['name'] == 'none' else ours}",
-                "adopt one that was trained on the same latents",
-            )
+    if (others := origin.other_latents(latents)) is not None:
+        raise ConfigError(others, "adopt one that was trained on the same latents")
     try:
         return count(lambda: adapter.load(origin.settings), evaluate, shape).forward
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:

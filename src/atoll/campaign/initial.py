@@ -191,7 +191,9 @@ class Checkpoints:
         self._read: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._told: set[str] = set()
 
-    def publish(self, run: Run, network: nn.Module, partition: str, shape: DataShape) -> str:
+    def publish(
+        self, run: Run, network: nn.Module, partition: str, shape: DataShape, latents: Mapping[str, Any]
+    ) -> str:
         """Publish what fits of `network.init`, or `origin`, as a run's `init/`; the digest of the weights."""
         config, folder = self.campaign.config, self.campaign.store.sub(run.folder)
         settings = config.denoiser(*run)[0]
@@ -213,6 +215,9 @@ class Checkpoints:
         elif name not in self._read:
             with _named_by_setting():
                 checkpoint = _find(settings, self.beside, shape)
+                # Refused where it is adopted as it is; training gets used to them, and some fit well.
+                if (others := checkpoint.other_latents(latents)) is not None:
+                    say(f"warning: network.init: {others}")
                 tensors = checkpoint.weights()
                 if settings.interpolation_scale is None:
                     checkpoint.check_positions(family(settings.family), network, tensors)

@@ -152,7 +152,8 @@ def _write_runs(
                     "give it the campaign's heads and head_width, or set budget.pretrain=0",
                 )
         if start == "checkpoint":
-            weights = checkpoints.publish(run, initial, partition.hash, shape)
+            latents = parts[0].column("latents").meta.producer
+            weights = checkpoints.publish(run, initial, partition.hash, shape, latents)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(

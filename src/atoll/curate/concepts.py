@@ -28,7 +28,7 @@ from atoll.base.part import Part
 from atoll.base.safe_parse import read_bytes, read_json
 from atoll.base.text import NO_NOUNS, words_of
 from atoll.data.columns import Column, Progress
-from atoll.data.dataset import DataSet, read_parquet
+from atoll.data.dataset import CAPTION, DataSet, read_parquet
 from atoll.data.job import ColumnJob
 from atoll.encoders.vision import ClipEncoder, extractor
 
@@ -217,6 +217,8 @@ def index(dataset: DataSet, vocabulary: Vocabulary, progress: Progress | None = 
         return ragged(map(finder, dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()))
 
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary)}
+    if dataset.has_column(CAPTION):  # new captions hold other concepts
+        producer["captions"] = digest(dataset.column(CAPTION).meta.producer)
     return dataset.write_column(TEXT, producer, compute, kind="ragged", progress=progress)
 
 

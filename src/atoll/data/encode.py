@@ -144,7 +144,8 @@ def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     if "" in first and not dataset.has_column(CAPTION):
         what = f"{many(first.count(''), 'row')} of shard {shard} have no caption"
         raise DataError(what, "set data.captioner.model=MODEL and run `atoll data caption`")
-    if "captions" not in table.column_names:
+    new = dataset.column(CAPTION).meta.producer if dataset.has_column(CAPTION) else {}
+    if "captions" not in table.column_names or new.get("replace"):
         return [[caption] for caption in first]
     every = table.column("captions").to_pylist()
     return [

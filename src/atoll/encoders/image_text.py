@@ -1,6 +1,7 @@
 """Image-text models of transformers by folder or hub name: loaded in one place, and asked for captions."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,14 @@ class Captioner:
     def describe(self, pictures: Sequence[Image.Image]) -> list[str]:
         """One caption for each image, without line breaks; "" where the model answers nothing."""
         texts = [chat_prompt(self.processor, self.prompt)] * len(pictures)
-        images = [picture.convert("RGB") for picture in pictures]
-        asked = self.processor(images=images, text=texts, return_tensors="pt", padding=True)
+        images: list[Any] = [picture.convert("RGB") for picture in pictures]
+        if getattr(self.processor, "chat_template", None):  # some take a flat list for the images of one chat
+            images = [[image] for image in images]
+        try:
+            asked = self.processor(images=images, text=texts, return_tensors="pt", padding=True)
+        except (ValueError, TypeError, IndexError) as error:
+            what = f"{self.name!r} takes no prompt with one image ({first_line(error)[:120]})"
+            raise ConfigError(what, "name another image-text model") from None
         inputs = {
             key: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
             for key, value in asked.items()
@@ -83,5 +90,7 @@ class Captioner:
         prompt, length = inputs["input_ids"], inputs["input_ids"].shape[1]
         if said.shape[1] >= length and bool((said[:, :length] == prompt).all()):
             said = said[:, length:]
-        answers = self.processor.tokenizer.batch_decode(said, skip_special_tokens=True)
+        decoded = partial(self.processor.tokenizer.batch_decode, skip_special_tokens=True)
+        # BLIP repeats it with other special tokens around it.
+        answers = [a.removeprefix(p) for a, p in zip(decoded(said), decoded(prompt), strict=True)]
         return [" ".join(answer.split()) for answer in answers]

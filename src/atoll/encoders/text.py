@@ -46,7 +46,11 @@ class Form:
         """Of a list: CLIP's states side by side, all others' after them, padded to one width (SD3, Flux)."""
         if len(forms) == 1:
             return forms[0]
-        clips = [form for form in forms if form.clip and form.width]
+        all_clips = [form for form in forms if form.clip]
+        clips = [form for form in all_clips if form.width]
+        if len(all_clips) > 1 and len(clips) < len(all_clips):  # SD3's, two of which give states
+            what = "of several CLIP text encoders one has no projection, and gives no states of tokens"
+            raise ConfigError(what, "name those of the pipeline itself, such as OWNER/NAME/text_encoder")
         rest = [form for form in forms if not form.clip]
         if len(rest) == len(forms) or not clips + rest or len({form.length for form in clips}) > 1:
             what = "of several text encoders one must be CLIP's, and one must give states of tokens"

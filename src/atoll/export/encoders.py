@@ -37,10 +37,14 @@ def by_name(
     `ConfigError` where one is neither known nor `allowed`, cannot be found, or has other weights by now.
     """
     components, parts = dict[str, Any](), text_parts(card.text)
-    if card.text is not None and not any(n in there or n in given for n in with_tokenizers(parts)):
-        check_known(card.text["name"], allowed)
+    # Of several the folder may hold some: small ones are copied, and those of known licence.
+    outside = [p for p in parts if not any(n in there or n in given for n in with_tokenizers([p]))]
+    for part in outside:
+        check_known(parts[part]["name"], allowed)
+    if card.text is not None and outside:
         for part, tower in zip(parts, text_encoder(card.text["name"]).towers, strict=True):
-            components |= zip(with_tokenizers([part]), (tower.network, tower.tokenizer), strict=True)
+            pair = zip(with_tokenizers([part]), (tower.network, tower.tokenizer), strict=True)
+            components |= pair if part in outside else {}
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
         check_known(card.latents["name"], allowed)
         components["vae"] = autoencoder_of(card.latents).network

@@ -53,8 +53,9 @@ class LowRank:
 def low_rank(expert: Checkpoint, rank: int) -> LowRank:
     """The change of an expert over the network that it started from; `ConfigError` if there is none."""
     card, (config, weights), device = expert.card, expert.read(), own_device()
-    if card.provenance.get("init", {}).get("kind") not in ("pretrain", "checkpoint"):
-        what = f"{card.title} started from scratch, and is no change of a network"
+    if (start := card.provenance.get("init", {}).get("kind")) not in ("pretrain", "checkpoint"):
+        began = "was adopted as it is" if start == "adopted" else "started from scratch"
+        what = f"{card.title} {began}, and is no change of a network"
         raise ConfigError(what, "--lora takes experts of a campaign with budget.pretrain or network.init")
     base = expert.beside(card.base or str(card.provenance["initial_weights"]))
     with torch.device("meta"):

@@ -158,7 +158,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             negative_prompt: what guidance leads away from, one for all or one for each.
             num_images_per_prompt: pictures of each prompt or label, or in all without either.
             num_inference_steps: steps, not calls: Heun calls the experts twice in a step.
-            guidance_scale: classifier-free guidance; 1 is none. The pipeline's own by default.
+            guidance_scale: classifier-free guidance; 1 is none, and 0 too. The pipeline's own by default.
             generator: one, or one for each picture. A fresh one seeded with S gives the pictures that seed S
                 gives everywhere; used again it goes on to others. A list gives each picture the first one of
                 its own generator.
@@ -185,6 +185,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         inputs = getattr(callback_on_step_end, "tensor_inputs", callback_on_step_end_tensor_inputs)
         call = Call.of(**{**given, "callback_on_step_end_tensor_inputs": inputs})
         generation, bank, scheduler = call.generation, self.experts, self.scheduler
+        if generation.guidance == 0 and not self.card.shape.guidance:
+            # As in diffusers, whose users turn guidance off by 0; the formula would leave the prompt out.
+            generation = generation.with_(guidance=1.0)
         generation.routing.check(len(bank), bank.pretrain is not None)
         if call.output_type != "latent" and self._lacks_vae:
             what = f"the pipeline was loaded without its VAE {self.card.latents['name']!r}"
@@ -335,9 +338,6 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             pipe.about, pipe._told_of = folder.about, folder.parts
             pipe.picture = (root / PICTURE).read_bytes() if (root / PICTURE).is_file() else None
             bank.warn_of_missing()
-            if residency is not None and residency.stored:  # their pictures are compared, or they are refused
-                asked: Any = Model.load(root, residency=residency, encoders=encoders).bank.experts
-                asked.close()
             if torch_dtype is not None:
                 # After the load, since digests are of the numbers as they were written.
                 for part in (pipe.experts, pipe.router, *(getattr(pipe, name) for name in OTHERS)):

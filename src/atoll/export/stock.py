@@ -121,6 +121,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     stock, several = (STOCK | FEW if few else STOCK)[card.family], card.shape.pooled_width > 0
     if several:
         stock = stock.whole([*text_parts(card.text)])
+        if card.text is not None and not 77 <= card.text["max_length"] <= 512:
+            what = f"reads 77 to 512 tokens, and this model {card.text['max_length']} (data.text_length)"
+            raise ConfigError(f"a stock {stock.limits.pipeline} {what}", "export the ensemble")
         if request.encoders != "copy":  # README.md could not name each with its tokenizer
             raise ConfigError("several text encoders go along with the model", "use --encoders copy")
     if request.experts != "auto":
@@ -143,10 +146,13 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     # Pixels a latent pixel, as diffusers' pipelines count them.
     factor = None if vae is None else int(2 ** (len(vae.config.block_out_channels) - 1))
     side, aspects = config.get("sample_size"), config.get("use_additional_conditions")
+    if aspects is None:  # as the class decides
+        aspects = card.family == "pixart" and side == 128
     for wrong, why in (
         (card.family == "dit" and side != card.shape.size, f"draws latents of {side} px alone"),
         (card.family == "flux" and "interpolation_scale" in config, "does not interpolate positions"),
         (aspects and (side, factor) != (128, PIXELS), f"embeds sizes at {128 * PIXELS} px alone"),
+        (aspects and few, "passes no sizes as conditions, where steps are few"),
     ):
         if wrong:
             raise ConfigError(f"a stock {stock.limits.pipeline} {why}", "export the ensemble")

@@ -3,6 +3,7 @@
 Only `config.json` and safetensors are read: never pickle, and no code that lies beside them.
 """
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
+from atoll.encoders.registry import AUTOENCODERS
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import CARD
 from atoll.model.expert import FileWeights
@@ -80,6 +82,29 @@ class DiffusersCheckpoint:
         ):
             if wrong:
                 raise ConfigError(f"{self.name!r} {what}", fix)
+
+    def other_latents(self, latents: Mapping[str, Any]) -> str | None:
+        """What sets the latents that it was trained on apart from these, if anything does."""
+        if (vae := self.beside("vae", "config.json")) is None:
+            return None
+        # Latents of the same VAE with other constants look alike, and would give grey pictures.
+        shift, scale = float(vae.get("shift_factor") or 0.0), vae.get("scaling_factor")
+        if scale is None and vae.get("_class_name") in AUTOENCODERS:
+            import diffusers
+
+            made = getattr(diffusers, vae["_class_name"])
+            scale = inspect.signature(made).parameters["scaling_factor"].default
+        scale = float(scale or 1.0)
+        same = (shift, scale) == (latents["shift"], latents["scale"])
+        named = (("latents_mean", "mean"), ("latents_std", "std"))
+        same = same and all(list(vae.get(a) or []) == list(latents.get(b) or []) for a, b in named)
+        if same and latents["name"] != "none":
+            return None
+        ours = f"have {latents['shift']:g} and {latents['scale']:g}"
+        return (
+            f"{self.name!r} was trained on latents with shift {shift:g} and scale {scale:g},"
+            f" the campaign's {'are pixels' if latents['name'] == 'none' else ours}"
+        )
 
     def check_positions(self, adapter: Family, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse a network that would meet other positions than the checkpoint was trained with."""

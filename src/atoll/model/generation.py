@@ -20,7 +20,8 @@ class Generation(Config):
     steps: int = Field(default=50, ge=1, le=100_000)
     """Sampling steps. Heun evaluates the experts twice per step."""
     guidance: float = Field(default=2.0, ge=0, le=1e6)
-    """Classifier-free guidance scale; 1 is no guidance. Unconditional models ignore it."""
+    """Classifier-free guidance scale; 1 is no guidance, and 0 ignores the prompt. Unconditional models ignore
+    it."""
     routing: RoutingField = Routing()
     """Routing strategy, such as `top-1`. `once null sample-1` routes the unconditional branch separately."""
     shift: Shift = 1.0

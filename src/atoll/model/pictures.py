@@ -99,33 +99,35 @@ def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Mod
     prompts = {"text": [*PROMPTS], "class": classes}.get(model.card.condition, [])
     drawn = [one(prompts, 1 if prompts else len(PROMPTS), how) for one in (plain, model)]
     distances = [dissimilarity(*pair) for pair in zip(*drawn, strict=True)]
-    distance, experts = sum(distances) / len(distances), plain.bank.experts
+    distance, experts = sum(distances) / len(distances), plain.bank.experts  # one network is a plain list
     say(
         f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights and the same noise"
     )
-    assert isinstance(experts, ResidentExperts)
     if distance > residency.bound:
-        number = next(n for n in range(len(experts)) if n not in experts.missing)
+        number = next(n for n in range(len(experts)) if n not in plain.bank.missing)
+        expert: Any = experts[number]
         x, noise = torch.empty(1, *model.shape), torch.Generator().manual_seed(0)
         cond, _ = plain.conditions(prompts).of([0], model.device)
         call = x.normal_(generator=noise).to(model.device), torch.full((1,), 0.5, device=model.device), cond
         changes = dict[str, float]()
         # With gradients on no CUDA graph is replayed, which would not see that weights are others.
         with torch.enable_grad():
-            whole = experts.velocity(number, *call)
-            for name, layer in stored_layers(experts.network(number), residency.keep).items():
+            whole = expert.velocity(*call)
+            network = experts.network(number) if isinstance(experts, ResidentExperts) else expert.network
+            for name, layer in stored_layers(network, residency.keep).items():
                 weight = layer.get_parameter("weight")
                 stored = torch.empty_like(weight, dtype=STORED[residency.dtype])
                 scales = weight.new_empty(len(weight), dtype=torch.float32)
                 write_stored(weight, stored, scales)
                 layer.__dict__["weight"] = brought_back(stored, scales, weight.dtype)
-                changes[name] = float((experts.velocity(number, *call) - whole).square().mean())
+                changes[name] = float((expert.velocity(*call) - whole).square().mean())
                 del layer.__dict__["weight"]
         worst = ",".join(sorted(changes, key=lambda name: -changes[name])[:4])
         far = f"distance {distance:.3f}, over residency.bound={residency.bound:g}"
         fix = f"leave layers as they are, first residency.keep=[{worst}], or take another residency.dtype"
         raise ConfigError(f"images by {residency.dtype} have {far}", fix)
-    experts.close()
+    if isinstance(experts, ResidentExperts):
+        experts.close()
 
 
 def dissimilarity(one: Image.Image, other: Image.Image) -> float:

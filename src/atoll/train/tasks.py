@@ -102,7 +102,7 @@ class DenoiserTask(Task):
         # A stream of their own: previews take nothing from the noise of training or of sampling.
         noise = normals(0, "preview-noise", index.tolist(), shape).to(self.device)
         generation = Generation(steps=12, guidance=2.0).with_(**self.recipe.sampling)
-        generation = generation.for_condition(samples.condition)
+        generation = generation.for_condition(samples.condition).at(*shape[1:])
         cond, null = samples.conditions(index).to(self.device), samples.null.to(self.device)
         rows = Row.each(generation, range(len(index)))
         latents = Sampler(Bank([denoiser]), cond, null, rows, noise).run()
