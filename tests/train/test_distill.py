@@ -22,7 +22,7 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.dataset import DataSet
-from atoll.flow.settings import ObjectiveConfig, Prediction
+from atoll.flow.settings import ObjectiveConfig, Prediction, shift_at
 from atoll.measure.comparison import compare
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
@@ -332,12 +332,15 @@ def test_a_student_that_left_and_was_killed_goes_on_to_the_same_bits(
         train_run(Campaign.open(other), "student")
 
 
-def test_a_shift_by_tokens_is_a_number_in_previews_of_few_steps(tmp_path: Path) -> None:
+def test_previews_and_validations_are_at_the_times_of_few_steps(tmp_path: Path) -> None:
     student = {"steps": 2, "teacher_steps": 4, "stock": False, "train": {"previews": 1}}
     changes = {"budget": {"samples": 64}, "monolith": False, "objective": {"time": {"shift": "tokens"}}}
     assembled(tmp_path / "c", {**changes, "student": student})
     train_run(Campaign.open(tmp_path / "c"), "student")
     assert [*(tmp_path / "c/student/run/previews").glob("*.png")]
+    validated = [line["times"] for line in metrics(tmp_path / "c/student") if "validation_loss" in line]
+    assert validated
+    assert {tuple(at) for at in validated} == {times(2, shift_at("tokens", 8 * 8 / 4))[-2::-1]}
 
 
 def test_the_card_tells_the_teachers(copy: Path) -> None:

@@ -91,11 +91,16 @@ class DistillTask(DenoiserTask):
         return torch.lerp(taught, data, self.data_weight), metrics
 
     def validate(self) -> dict[str, Any]:
-        """Loss on held-out rows against the data, as the monolith's, and against the teacher."""
-        losses = [[float(part.mean()) for part in both] for both in self._heldout(self._both)]
+        """Loss on held-out rows against the data and the teacher, at the times that training asks it at."""
+        asked = at = VALIDATION_TIMES
+        steps = self.teacher.steps
+        if steps is not None:  # within each of its steps a time, and where that step begins
+            how = self.teacher.generation.at(*self.rows.train.shape.usual)
+            asked, at = tuple((n + 0.5) / steps for n in range(steps)), times(steps, how.shift)[-2::-1]
+        losses = [[float(part.mean()) for part in both] for both in self._heldout(self._both, asked)]
         taught, data = ([pair[n] for pair in losses] for n in range(2))
         mean = sum(taught) / max(1, len(taught))
-        return validation(data, VALIDATION_TIMES, teacher_by_time=taught, teacher_loss=mean)
+        return validation(data, at, teacher_by_time=taught, teacher_loss=mean)
 
     def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
         # Losses `(B,)` against the teacher and against the data, of one evaluation of the student.
