@@ -85,9 +85,7 @@ CASES = (
     Case("emoji", 8, 100_000, "random"),
     Case("logos", 2, 100_000),
     Case("emoji of Google", 2, 100_000),
-    Case("emoji of Google", 8, 100_000),
     Case("icons of three sets", 3, 100_000, "owner"),
-    Case("icons of three sets", 8, 100_000),
     Case("icons of three sets", 2, 100_000),
 )
 FACTORS: dict[str, Callable[[Mapping[str, float]], float]] = {
