@@ -607,3 +607,24 @@ def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines
         "serving",
     }
     assert all(math.isfinite(line["value"]) and line["value"] > 0 for line in found.values())
+
+
+def test_a_law_of_isolation_is_found_where_there_is_one(bench: Bench) -> None:
+    isolation = bench("isolation")
+    facts = {
+        f"campaign {n}": {
+            "steps": 400.0 * 2**n,
+            "inertia": 0.5 + 0.1 * (n % 3),
+            "rows": 100.0,
+            "epochs": 5.0 + n,
+        }
+        for n in range(6)
+    }
+    for each in facts.values():
+        each["ratio"] = 20 * each["steps"] ** -0.4 * each["inertia"] ** 0.5
+    rows = by_name(isolation.rows_of(facts))
+    law = "line of steps of an expert, inertia over random clusters'"
+    assert rows[law, "largest error of a campaign left out"]["value"] == pytest.approx(0, abs=1e-9)
+    assert rows[law, "exponent of steps of an expert"]["value"] == pytest.approx(-0.4)
+    assert rows[law, "exponent of inertia over random clusters'"]["value"] == pytest.approx(0.5)
+    assert rows["line of nothing: their mean", "largest error of a campaign left out"]["value"] > 0.2

@@ -126,7 +126,7 @@ def test_a_processor_that_takes_no_such_images_is_one_line(
         raise ValueError("Found 1 token and 4 images")
 
     monkeypatch.setattr(transformers.LlavaProcessor, "__call__", refuses)
-    refused(run("data", "caption", folder), "takes no prompt with one image", "name another")
+    refused(run("data", "caption", folder), "takes no such prompt with one image", "name another")
 
 
 def test_what_is_no_captioner_is_refused(tmp_path: Path, run: Run) -> None:

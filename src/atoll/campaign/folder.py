@@ -256,6 +256,7 @@ def going_on(origin: Campaign, recipe: dict[str, Any]) -> dict[str, Any]:
     tree["data"] |= data.model_dump(mode="json", include={"source"}, exclude_unset=True)
     if config.student is not None:
         tree["student"]["start"] = "scratch"  # its weights are in `origin`
+    tree.setdefault("budget", {})["samples"] = max(1, config.budget.samples // 10)
     return {"origin": location, **merged(tree, {**recipe, "origin": location})}
 
 

@@ -4,7 +4,7 @@
 and network that the weights were made for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -191,9 +191,27 @@ class Checkpoints:
         self._read: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._told: set[str] = set()
 
-    def publish(
-        self, run: Run, network: nn.Module, partition: str, shape: DataShape, latents: Mapping[str, Any]
-    ) -> str:
+    def check(self, runs: Iterable[Run], shape: DataShape, latents: Mapping[str, Any]) -> None:
+        """Refuse what a checkpoint's weights and positions tell, while settings may still change."""
+        config = self.campaign.config
+        for run in runs:
+            settings = config.denoiser(*run)[0]
+            if run.kind.task == "route" or config.origin or settings.init in (SCRATCH, *self._read):
+                continue
+            with _named_by_setting():
+                checkpoint = _find(settings, self.beside, shape)
+                # Refused where it is adopted as it is; training gets used to them, and some fit well.
+                if (others := checkpoint.other_latents(latents)) is not None:
+                    say(f"warning: network.init: {others}")
+                tensors = checkpoint.weights()
+                if settings.interpolation_scale is None:
+                    network = initial_network(settings, shape, config.seed)
+                    checkpoint.check_positions(family(settings.family), network, tensors)
+            named = {"name": checkpoint.name, "class": checkpoint.class_name}
+            origin = {**named, "weights_sha256": digest_tensors(tensors)}
+            self._read[settings.init] = origin, tensors
+
+    def publish(self, run: Run, network: nn.Module, partition: str, shape: DataShape) -> str:
         """Publish what fits of `network.init`, or `origin`, as a run's `init/`; the digest of the weights."""
         config, folder = self.campaign.config, self.campaign.store.sub(run.folder)
         settings = config.denoiser(*run)[0]
@@ -212,17 +230,6 @@ class Checkpoints:
                 raise ConfigError(what, "set objective, or islands.N.objective, to these")
             origin = {"name": f"{name}/{run.network}", "class": made["_class_name"]}
             self._read[name] = ({**origin, "weights_sha256": digest_tensors(tensors)}, tensors)
-        elif name not in self._read:
-            with _named_by_setting():
-                checkpoint = _find(settings, self.beside, shape)
-                # Refused where it is adopted as it is; training gets used to them, and some fit well.
-                if (others := checkpoint.other_latents(latents)) is not None:
-                    say(f"warning: network.init: {others}")
-                tensors = checkpoint.weights()
-                if settings.interpolation_scale is None:
-                    checkpoint.check_positions(family(settings.family), network, tensors)
-            named = {"name": checkpoint.name, "class": checkpoint.class_name}
-            self._read[name] = ({**named, "weights_sha256": digest_tensors(tensors)}, tensors)
         origin, weights = self._read[name]
         fit = publish_initial(folder, network, "checkpoint", origin, partition, lambda: weights, repr(name))
         for line in fit.lines(repr(name)) if fit is not None else ():

@@ -56,7 +56,8 @@ def make_islands(campaign: Campaign) -> Partition:
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
             columns = parts[0].column_names()
-            _write_runs(campaign, partition, shape, {run: budget[run] for run in late}, parts, columns)
+            late_budget = {run: budget[run] for run in late}
+            _write_runs(campaign, partition, shape, late_budget, parts, columns, Checkpoints(campaign))
             for run in late:
                 _say_extra(run, budget)
         return partition
@@ -72,6 +73,8 @@ def make_islands(campaign: Campaign) -> Partition:
         partition = partitions.make(dataset, features, config.partition, config.seed, config.data.weighted)
     shape = data_shape(dataset, config.condition, config.data.text_column, config.network.guidance)
     budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
+    checkpoints = Checkpoints(campaign)
+    checkpoints.check(budget, shape, dataset.column("latents").meta.producer)
     # From here on files of the runs are written, which settings that change later would not agree with.
     campaign.freeze()
 
@@ -80,7 +83,7 @@ def make_islands(campaign: Campaign) -> Partition:
         write_subset(dataset, partition.rows(number, dataset), store, f"{run.folder}/data", columns)
         for number, run in enumerate(experts_of(partition.k))
     ]
-    _write_runs(campaign, partition, shape, budget, parts, columns)
+    _write_runs(campaign, partition, shape, budget, parts, columns, checkpoints)
     # The partition comes last: what is killed before it starts anew, and takes over what is there already.
     overview = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
     store.put_json(ClusterMap.PLACE, overview.to_json())
@@ -115,10 +118,11 @@ def _write_runs(
     budget: Budget,
     parts: list[DataSet],
     columns: list[str],
+    checkpoints: Checkpoints,
 ) -> None:
     """Write plans, `init/` where a run starts from a checkpoint, and the data of runs on all rows."""
     store, config = campaign.store, campaign.config
-    checkpoints = Checkpoints(campaign)
+    checkpoints.check(budget, shape, parts[0].column("latents").meta.producer)
     for run, part in budget.items():
         role, rows = run.kind, sum(partition.sizes)
         if run.expert is not None:
@@ -152,8 +156,7 @@ def _write_runs(
                     "give it the campaign's heads and head_width, or set budget.pretrain=0",
                 )
         if start == "checkpoint":
-            latents = parts[0].column("latents").meta.producer
-            weights = checkpoints.publish(run, initial, partition.hash, shape, latents)
+            weights = checkpoints.publish(run, initial, partition.hash, shape)
         else:
             weights = digest_tensors(dict(initial.named_parameters()))
         plan = RunPlan(

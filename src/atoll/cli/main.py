@@ -16,7 +16,7 @@ from atoll.base.console import say, show_messages
 from atoll.base.errors import INTERRUPTED, AtollError, PeerFailed, first_line
 from atoll.base.preemption import ends_with_run, exit_process
 from atoll.base.text import printable
-from atoll.campaign.roles import BESIDE, RUNS
+from atoll.campaign.roles import BESIDE, RUNS, SINGLE
 from atoll.cli.aesthetics import aesthetics
 from atoll.cli.common import (
     CAMPAIGN,
@@ -362,7 +362,7 @@ def report(campaign: str) -> None:
 @atoll.command()
 @CAMPAIGN
 @click.option("--to", type=LOCAL, required=True, help="Folder to write.")
-@click.option("--model", type=MODEL, default="ensemble", help="What to export.")
+@click.option("--model", type=click.Choice(["ensemble", *SINGLE]), default="ensemble", help="What to export.")
 @click.option("--experts", metavar="K,K,...", help="Numbers of the experts; by default all assembled ones.")
 @click.option(
     "--encoders",

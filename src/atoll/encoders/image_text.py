@@ -78,14 +78,14 @@ class Captioner:
             images = [[image] for image in images]
         try:
             asked = self.processor(images=images, text=texts, return_tensors="pt", padding=True)
+            inputs = {
+                key: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+                for key, value in asked.items()
+            }
+            said = self.model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False, num_beams=1)
         except (ValueError, TypeError, IndexError) as error:
-            what = f"{self.name!r} takes no prompt with one image ({first_line(error)[:120]})"
-            raise ConfigError(what, "name another image-text model") from None
-        inputs = {
-            key: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
-            for key, value in asked.items()
-        }
-        said = self.model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False, num_beams=1)
+            what = f"{self.name!r} takes no such prompt with one image ({first_line(error)[:120]})"
+            raise ConfigError(what, "set data.captioner.prompt, or name another image-text model") from None
         # Decoders repeat the prompt before the answer; encoder-decoders do not.
         prompt, length = inputs["input_ids"], inputs["input_ids"].shape[1]
         if said.shape[1] >= length and bool((said[:, :length] == prompt).all()):

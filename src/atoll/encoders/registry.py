@@ -135,7 +135,7 @@ def check_known(name: str, allowed: Collection[str]) -> None:
     if unknown:
         raise ConfigError(
             f"the model names the encoder {unknown[0]!r}, which Atoll does not know",
-            f"if you trust it, load the model with encoders={unknown}",
+            f"if you trust it, load the model with encoders={unknown}, or export it with --encoders copy",
         )
 
 

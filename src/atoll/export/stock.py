@@ -231,6 +231,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         outside=outside,
         alone=alone,
         name=request.name,
+        role=card.role,
         in_pixels=vae is None,
         call=arguments,
         length=length,
@@ -259,7 +260,9 @@ def call_arguments(
         # Training saw captions uncleaned. Binning knows three latent sizes only, and raises for all others.
         asked |= {"clean_caption": False, "use_resolution_binning": False}
     elif card.family == "sd3":  # its own grid of times ends at 1/1000, so it is given another
+        height, width = (side * (factor or WITHOUT_VAE) for side in card.shape.usual)
         asked = {"sigmas": [1 - n / steps for n in range(steps)], "guidance_scale": guidance}
+        asked |= {"height": height, "width": width}  # a table of positions may be made for larger ones
     elif card.family == "flux":  # its guidance by two calls has a name of its own, and it knows no size
         side = card.shape.size * (factor or WITHOUT_VAE)
         asked = {"height": side, "width": side, "num_inference_steps": steps, "true_cfg_scale": guidance}

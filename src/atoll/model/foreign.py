@@ -119,6 +119,9 @@ class DiffusersCheckpoint:
             )
         for name, table in kept_buffers(network).items():
             theirs = weights.get(name, table)
+            if theirs.shape[-1] != table.shape[-1]:
+                what = f"{self.name!r} is {theirs.shape[-1]} wide, the network {table.shape[-1]}"
+                raise ConfigError(what, "give network its depth, heads and head_width")
             if theirs.shape != table.shape or not torch.allclose(theirs.float(), table, atol=1e-2):
                 fix = "set sample_size and pos_embed_max_size in network.arguments as in its config.json"
                 what = f"{self.name!r} has another table of positions ({name})"
