@@ -8,6 +8,7 @@ import numpy as np
 
 from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan, experts_of, made_by, read_partition, stored_bytes, training_columns
+from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.dataset import CAPTION
 from atoll.data.encode import captions_of
 from atoll.data.samples import data_shape, null_states
@@ -18,6 +19,8 @@ from atoll.networks.settings import DataShape
 CLASSES = 1000
 LOOKED_AT = 16
 """Shards whose captions are counted."""
+SEEN_OFTEN = 18
+"""Epochs up to which experts that share nothing lost in all that was measured (decision 0049)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
             stored.append(row_bytes(shape, precomputed) * plan.rows if on_disk is None else on_disk[0])
         cut = read_partition(campaign.store)
         buckets = list(cut.buckets.values())
-        return DataSpec(shape, sizes, sum(sizes), stored, [], cut.masses, buckets=buckets)
+        notes = seen_little(config, sum(sizes))
+        return DataSpec(shape, sizes, sum(sizes), stored, notes, cut.masses, buckets=buckets)
 
     notes = ["not partitioned yet: equal clusters are assumed"]
     text, assumed = None, list[list[float]]()
@@ -120,7 +124,16 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
     sizes = [rows // k + (number < rows % k) for number in range(k)] if rows else []
     known_bytes = [row_bytes(shape, precomputed) * size for size in sizes] if sizes else None
     sizes = [max(1, size) for size in sizes] or [1] * k  # the budget divides by them
+    notes += seen_little(config, rows or 0)
     return DataSpec(shape, sizes, rows, known_bytes, notes, text=text, buckets=assumed)
+
+
+def seen_little(config: CampaignConfig, rows: int) -> list[str]:
+    """What was measured of experts that share nothing and see their rows as seldom as these."""
+    shared = config.budget.pretrain or config.origin or config.network.init != "scratch"
+    epochs = config.budget.samples / rows if rows else SEEN_OFTEN
+    told = f"{epochs:.2g} epochs: up to {SEEN_OFTEN}, one network was better than isolated experts"
+    return [] if shared or epochs >= SEEN_OFTEN else [f"{told} (docs/results.md)"]
 
 
 def row_bytes(shape: DataShape, precomputed: bool) -> int:
