@@ -42,16 +42,16 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_458,
+    "core": 25_554,
     "measure": 4_130,
     "report": 1_709,
-    "export": 1_743,
+    "export": 1_757,
     "serve": 1_506,
-    "curate": 2_770,
-    "tests": 35_626,
-    "benchmarks": 5_203,
+    "curate": 2_772,
+    "tests": 35_820,
+    "benchmarks": 5_435,
     "longest file": 469,  # under 500: what one file alone imports is a part of it
-    "tour": 4_856,
+    "tour": 4_877,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
