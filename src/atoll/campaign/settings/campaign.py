@@ -262,9 +262,10 @@ class CampaignConfig(Config):
             if network.lora is None:
                 continue
             if self.origin or (not self.budget.pretrain and network.init == "scratch"):
+                start = "set budget.pretrain above 0 or network.init to a checkpoint"
                 raise ConfigError(
                     "network.lora changes a network that all experts share, and there is none",
-                    "leave origin out, and set budget.pretrain above 0 or network.init to a checkpoint",
+                    f"leave origin out, and {start}" if self.origin else start,
                 )
             if network.whole != self.network.whole:
                 raise ConfigError(
