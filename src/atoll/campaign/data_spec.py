@@ -20,7 +20,7 @@ CLASSES = 1000
 LOOKED_AT = 16
 """Shards whose captions are counted."""
 SEEN_OFTEN = 18
-"""Epochs up to which experts that share nothing lost in all that was measured (decision 0049)."""
+"""Epochs up to which experts that share nothing lost in all small campaigns (decision 0049)."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
                 assumed = [[count / k] * k for count in counts.tolist()]
 
         # What captions take: by those of a few shards, and by the column where it is there.
-        waits = config.data.captioner is not None and not dataset.has_column(CAPTION)
-        if waits:
+        texts = config.condition == "text"
+        if texts and config.data.captioner is not None and not dataset.has_column(CAPTION):
             notes.append("captions are not there yet: 'atoll data caption' writes them")
-        if config.condition == "text" and not waits:
+        elif texts:
             name, shards = config.data.text_column, len(dataset.shards)
             # A few shards: to count the captions of all would mean to read the whole data set.
             some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
@@ -132,8 +132,8 @@ def seen_little(config: CampaignConfig, rows: int) -> list[str]:
     """What was measured of experts that share nothing and see their rows as seldom as these."""
     shared = config.budget.pretrain or config.origin or config.network.init != "scratch"
     epochs = config.budget.samples / rows if rows else SEEN_OFTEN
-    told = f"{epochs:.2g} epochs: up to {SEEN_OFTEN}, one network was better than isolated experts"
-    return [] if shared or epochs >= SEEN_OFTEN else [f"{told} (docs/results.md)"]
+    small = f"in small campaigns of up to {SEEN_OFTEN} one network beat isolated experts"
+    return [] if shared or epochs >= SEEN_OFTEN else [f"{epochs:.2g} epochs: {small} (docs/results.md)"]
 
 
 def row_bytes(shape: DataShape, precomputed: bool) -> int:

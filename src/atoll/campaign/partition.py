@@ -56,8 +56,9 @@ def make_islands(campaign: Campaign) -> Partition:
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
             columns = parts[0].column_names()
-            late_budget = {run: budget[run] for run in late}
-            _write_runs(campaign, partition, shape, late_budget, parts, columns, Checkpoints(campaign))
+            late_budget, checkpoints = {run: budget[run] for run in late}, Checkpoints(campaign)
+            checkpoints.check(late, shape, parts[0].column("latents").meta.producer)
+            _write_runs(campaign, partition, shape, late_budget, parts, columns, checkpoints)
             for run in late:
                 _say_extra(run, budget)
         return partition
@@ -122,7 +123,6 @@ def _write_runs(
 ) -> None:
     """Write plans, `init/` where a run starts from a checkpoint, and the data of runs on all rows."""
     store, config = campaign.store, campaign.config
-    checkpoints.check(budget, shape, parts[0].column("latents").meta.producer)
     for run, part in budget.items():
         role, rows = run.kind, sum(partition.sizes)
         if run.expert is not None:

@@ -130,8 +130,8 @@ def with_tokenizers(parts: Iterable[str]) -> list[str]:
 def check_known(name: str, allowed: Collection[str]) -> None:
     """Refuse to load an encoder that only a card names, and that is not `allowed` by the user either."""
     # A card comes from a stranger: it must not choose what is fetched and run here.
-    known = {*KNOWN, *allowed, *(part for names in allowed for part in names.split(JOIN))}
-    unknown = [] if name in known else [one for one in name.split(JOIN) if one not in known]
+    known = {*KNOWN, *(part for names in allowed for part in names.split(JOIN))}
+    unknown = [one for one in name.split(JOIN) if one not in known]
     if unknown:
         raise ConfigError(
             f"the model names the encoder {unknown[0]!r}, which Atoll does not know",

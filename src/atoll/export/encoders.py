@@ -41,10 +41,9 @@ def by_name(
     outside = [p for p in parts if not any(n in there or n in given for n in with_tokenizers([p]))]
     for part in outside:
         check_known(parts[part]["name"], allowed)
-    if card.text is not None and outside:
-        for part, tower in zip(parts, text_encoder(card.text["name"]).towers, strict=True):
-            pair = zip(with_tokenizers([part]), (tower.network, tower.tokenizer), strict=True)
-            components |= pair if part in outside else {}
+    for part in outside:
+        (tower,) = text_encoder(parts[part]["name"]).towers
+        components |= zip(with_tokenizers([part]), (tower.network, tower.tokenizer), strict=True)
     if card.latents["name"] != "none" and "vae" not in there and "vae" not in given:
         check_known(card.latents["name"], allowed)
         components["vae"] = autoencoder_of(card.latents).network

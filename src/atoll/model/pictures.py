@@ -113,8 +113,7 @@ def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Mod
         # With gradients on no CUDA graph is replayed, which would not see that weights are others.
         with torch.enable_grad():
             whole = expert.velocity(*call)
-            network = experts.network(number) if isinstance(experts, ResidentExperts) else expert.network
-            for name, layer in stored_layers(network, residency.keep).items():
+            for name, layer in stored_layers(expert.network, residency.keep).items():
                 weight = layer.get_parameter("weight")
                 stored = torch.empty_like(weight, dtype=STORED[residency.dtype])
                 scales = weight.new_empty(len(weight), dtype=torch.float32)

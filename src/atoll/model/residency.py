@@ -261,6 +261,11 @@ class ResidentExpert:
         """Rectified-flow velocity (see `base.condition.Denoiser`)."""
         return self.experts.velocity(self.number, x_t, t, cond)
 
+    @property
+    def network(self) -> nn.Module:
+        """The network that it runs in; after its `velocity`, with its weights."""
+        return self.experts.network(self.number)
+
 
 @dataclass(frozen=True)
 class Unchanged(Denoiser):
