@@ -33,12 +33,19 @@ SIDES = (
 )
 """Label, colour, mark, the label's height over the last point, and what was trained."""
 RATIOS = (
-    (900, "icons, 0.2 epochs", "icons.json", "cut by features", "distance of top-1 / single"),
-    (6_000, "emoji, 29 epochs", "headline.json", SHORT, OVER.format("bf16, ", "400,000", ", 95 % unpaired")),
-    (33_000, "emoji, 160 epochs", "headline.json", LONG, OVER.format("", "2,228,480", "")),
-    (800_000, "paper (FID)", "paper.json", "eight experts, 800k steps", None),
+    (0.2, "icons", "left", "icons.json", "cut by features", "distance of top-1 / single"),
+    (
+        29,
+        "emoji, 3 seeds",
+        "right",
+        "headline.json",
+        SHORT,
+        OVER.format("bf16, ", "400,000", ", 95 % unpaired"),
+    ),
+    (160, "emoji", "right", "headline.json", LONG, OVER.format("", "2,228,480", "")),
+    (160, "paper (FID)", "left", "paper.json", "eight experts, 800k steps", None),
 )
-"""Steps of an expert, label, and the file, case and metric of the ratio."""
+"""Epochs, label, the side of the label that is at the point, and the file, case and metric of the ratio."""
 
 
 def rows(file: str) -> list[dict[str, Any]]:
@@ -68,27 +75,25 @@ def distances(axes: Any) -> None:
 
 
 def ratios(axes: Any) -> None:
-    """Over the steps of an expert."""
+    """Over epochs."""
     axes.axhline(1, color=SINGLE, lw=1.2, ls="--")
-    axes.text(2.6e6, 1.04, "one network, same FLOPs", ha="right", color=SINGLE)
-    for steps, label, file, case, metric in RATIOS:
+    axes.text(2_400, 1.04, "one network, same FLOPs", ha="right", color=SINGLE)
+    small = json.loads((RESULTS / "isolation.json").read_text())["facts"].values()
+    axes.plot([each["epochs"] for each in small], [each["ratio"] for each in small], "o", color=QUIET, ms=4)
+    axes.text(8, 1.62, f"{len(small)} small campaigns", color=QUIET)
+    for epochs, label, side, file, case, metric in RATIOS:
         (found,) = [row for row in rows(file) if (row["case"], row.get("metric")) == (case, metric)]
         ratio = found.get("value") or found["over the monolith's"]
         if found.get("spread"):
-            axes.plot([steps] * 2, found["spread"], color=ISLANDS, lw=2.4, solid_capstyle="round")
-        axes.plot(
-            [steps], [ratio], "o", color=ISLANDS, ms=8, mfc="white" if file == "paper.json" else ISLANDS
-        )
-        side = {"textcoords": "offset points", "va": "center"}
-        alone = file == "paper.json"  # where there is no room beside it
-        first, second = ((0, 13), (0, 26)) if alone else ((-10, 0), (10, 0))
-        sides = ("center", "center") if alone else ("right", "left")
-        axes.annotate(f"{ratio:.2f}", (steps, ratio), first, ha=sides[0], weight="bold", **side)
-        axes.annotate(label, (steps, ratio), second, ha=sides[1], **side)
-    axes.set(xscale="log", xlim=(200, 3e6), ylim=(0.4, 1.85))
-    axes.set_xlabel("training steps of each expert")
+            axes.plot([epochs] * 2, found["spread"], color=ISLANDS, lw=2.4, solid_capstyle="round")
+        inside = "white" if file == "paper.json" else ISLANDS
+        axes.plot([epochs], [ratio], "o", color=ISLANDS, ms=8, mfc=inside)
+        place = {"textcoords": "offset points", "xytext": (9 if side == "left" else -9, 0), "va": "center"}
+        axes.annotate(f"{ratio:.2f}  {label}", (epochs, ratio), ha=side, **place)
+    axes.set(xscale="log", xlim=(0.1, 3_000), ylim=(0.4, 1.85))
+    axes.set_xlabel("epochs")
     axes.set_ylabel("ratio to one network")
-    axes.set_xticks([1e3, 1e4, 1e5, 1e6], ["1,000", "10,000", "100,000", "1,000,000"])
+    axes.set_xticks([0.1, 1, 10, 100, 1_000], ["0.1", "1", "10", "100", "1,000"])
 
 
 def main() -> None:
