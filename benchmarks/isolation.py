@@ -14,8 +14,9 @@ others. Two results that were measured elsewhere, by another protocol, are predi
 import argparse
 import json
 import math
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Row, child, finish, new, parsed, parser, row, run_command, train
+from harness import RESULTS, Row, child, finish, new, parsed, parser, row, run_command, train
 
 import atoll
 from atoll.campaign.folder import Campaign
@@ -88,18 +89,14 @@ CASES = (
     Case("icons of three sets", 3, 100_000, "owner"),
     Case("icons of three sets", 2, 100_000),
 )
-FACTORS: dict[str, Callable[[Mapping[str, float]], float]] = {
-    "steps of an expert": lambda facts: math.log(facts["steps"]),
-    "inertia over random clusters'": lambda facts: math.log(facts["inertia"]),
-    "images of an expert": lambda facts: math.log(facts["rows"]),
-    "epochs": lambda facts: math.log(facts["epochs"]),
-}
-"""What a ratio may follow from."""
+FACTORS = {"steps of an expert": "steps", "inertia over random clusters'": "inertia", "epochs": "epochs"}
+"""What a ratio may follow from; an expert's images in the data follow from its steps and the epochs."""
 ELSEWHERE = {
-    "emoji, 29 epochs": ({"steps": 6_000, "inertia": 0.819, "rows": 1_741, "epochs": 28.7}, 0.901),
-    "emoji, 160 epochs": ({"steps": 33_000, "inertia": 0.819, "rows": 1_741, "epochs": 160}, 0.668),
+    "islands that share nothing, rate 0.002, bf16, 400,000 images: top-1": 400_000,
+    "islands that share nothing, 2,228,480 images: top-1": 2_228_480,
 }
-"""Facts and ratios of benchmarks/results/headline.json."""
+"""Cases of benchmarks/results/headline.json on emoji, K = 8, and the images of their single network."""
+JUDGE = "Lite2, 64 px, 64 axes"
 
 
 def main() -> None:
@@ -169,20 +166,17 @@ def settings(case: Case, single: bool, options: argparse.Namespace) -> tuple[str
 def distance(folder: str, model: str, samples: int, quick: bool) -> dict[str, float]:
     """Distance of a model to the held-out images, and the facts of its campaign."""
     campaign = Campaign.open(folder)
-    how: dict[str, Any] = {"guidance": 2.0, "steps": 3 if quick else 20, "samples": samples}
-    more = {"components": 8} if quick else {}
-    found = atoll.evaluate(campaign, model, metrics="frechet", **how, **more)
+    how: dict[str, Any] = {"steps": 3, "components": 8} if quick else {"steps": 20}
+    found = atoll.evaluate(campaign, model, metrics="frechet", guidance=2.0, samples=samples, **how)
     facts = {"distance": float(found["frechet"])}
     if model == "monolith":
         return facts
     partition, config = load(campaign.store), campaign.config
     inertia, images, k = partition.about.inertia, config.budget.samples, config.partition.k
     rows = sum(partition.masses)
-    batch = config.budget.expert_batch or config.train.batch
-    share = 1 - config.router.share
     return {
         **facts,
-        "steps": share * images / k / batch,
+        "steps": (1 - config.router.share) * images / k / (config.budget.expert_batch or 1),
         "inertia": inertia.clusters / inertia.random if inertia else 1.0,  # none: cut at random
         "rows": rows / k,
         "epochs": images / rows,
@@ -192,40 +186,46 @@ def distance(folder: str, model: str, samples: int, quick: bool) -> dict[str, fl
 # The line.
 
 
+def terms(facts: Mapping[str, float], factors: Sequence[str]) -> list[float]:
+    """Of the line: the constant's 1, and the factors' logarithms."""
+    return [1.0, *(math.log(facts[FACTORS[name]]) for name in factors)]
+
+
 def fitted(facts: Sequence[Mapping[str, float]], factors: Sequence[str]) -> np.ndarray[Any, Any]:
     """Constant and exponents."""
-    table = np.array([[1, *(FACTORS[name](each) for name in factors)] for each in facts])
+    table = np.array([terms(each, factors) for each in facts])
     return np.linalg.lstsq(table, np.log([each["ratio"] for each in facts]), rcond=None)[0]
-
-
-def predicted(line: np.ndarray[Any, Any], facts: Mapping[str, float], factors: Sequence[str]) -> float:
-    """The ratio that a line gives."""
-    return float(np.exp(line @ [1, *(FACTORS[name](facts) for name in factors)]))
 
 
 def rows_of(facts: Mapping[str, Mapping[str, float]]) -> list[Row]:
     """Ratios, and for every choice of factors how far each is from what the line of the others says."""
     rows = [row(name, metric, value) for name, each in facts.items() for metric, value in each.items()]
-    for count in range(min(4, len(facts) - 2)):
+    elsewhere = measured_elsewhere()
+    for count in range(min(len(FACTORS) + 1, len(facts) - 2)):
         for factors in combinations(FACTORS, count):
+            line, errors = fitted([*facts.values()], factors), list[float]()
+            for each in facts.values():
+                others = fitted([other for other in facts.values() if other is not each], factors)
+                errors.append(math.expm1(abs(others @ terms(each, factors) - math.log(each["ratio"]))))
+            found = {"median error of a campaign left out": statistics.median(errors)}
+            found |= {"largest error of a campaign left out": max(errors), "constant": line[0]}
+            found |= {f"exponent of {name}": value for name, value in zip(factors, line[1:], strict=True)}
+            for name, (known, ratio) in elsewhere.items():
+                found[f"{name}: predicted over measured"] = math.exp(line @ terms(known, factors)) / ratio
             called = "line of " + (", ".join(factors) or "nothing: their mean")
-            errors = []
-            for name, each in facts.items():
-                others = [other for known, other in facts.items() if known != name]
-                errors.append(
-                    abs(math.log(predicted(fitted(others, factors), each, factors) / each["ratio"]))
-                )
-            line = fitted([*facts.values()], factors)
-            rows.append(
-                row(called, "median error of a campaign left out", math.expm1(float(np.median(errors))))
-            )
-            rows.append(row(called, "largest error of a campaign left out", math.expm1(max(errors))))
-            for name, value in zip(("constant", *factors), line, strict=True):
-                rows.append(row(called, f"exponent of {name}" if name in factors else name, float(value)))
-            for name, (known, ratio) in ELSEWHERE.items():
-                guess = predicted(line, known, factors)
-                rows.append(row(called, f"{name}: predicted over measured", guess / ratio))
+            rows += [row(called, metric, float(value)) for metric, value in found.items()]
     return rows
+
+
+def measured_elsewhere() -> dict[str, tuple[dict[str, float], float]]:
+    """Facts and ratio of the cases `ELSEWHERE`, by their epochs."""
+    headline = json.loads((RESULTS / "headline.json").read_text())["ratios"]
+    found = {}
+    for case, images in ELSEWHERE.items():
+        steps, epochs = 0.96 * images / 8 / 8, images / 13_928
+        ratio = statistics.geometric_mean(headline[case][JUDGE].values())
+        found[f"emoji, {epochs:.0f} epochs"] = {"steps": steps, "inertia": 0.819, "epochs": epochs}, ratio
+    return found
 
 
 if __name__ == "__main__":

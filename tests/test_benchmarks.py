@@ -611,15 +611,8 @@ def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines
 
 def test_a_law_of_isolation_is_found_where_there_is_one(bench: Bench) -> None:
     isolation = bench("isolation")
-    facts = {
-        f"campaign {n}": {
-            "steps": 400.0 * 2**n,
-            "inertia": 0.5 + 0.1 * (n % 3),
-            "rows": 100.0,
-            "epochs": 5.0 + n,
-        }
-        for n in range(6)
-    }
+    sizes = [{"steps": 400.0 * 2**n, "inertia": 0.5 + 0.1 * (n % 3), "epochs": 5.0 + n} for n in range(6)]
+    facts = {f"campaign {n}": each for n, each in enumerate(sizes)}
     for each in facts.values():
         each["ratio"] = 20 * each["steps"] ** -0.4 * each["inertia"] ** 0.5
     rows = by_name(isolation.rows_of(facts))
