@@ -120,7 +120,7 @@ def test_the_shared_network_is_stored_in_one_byte_a_number(
     assert np.abs(pictures[0] - pictures[1]).mean() < 8
     experts = stored.bank.experts
     assert isinstance(experts, ResidentExperts)
-    kinds = {name: value.dtype for name, value in experts.network(0).state_dict().items()}
+    kinds = {name: value.dtype for name, value in experts[0].network.state_dict().items()}
     assert {kind for name, kind in kinds.items() if ".lora_" in name} == {torch.float32}
     assert dtype in {kind for name, kind in kinds.items() if name.endswith(".attn1.to_q.weight")}
     state = [

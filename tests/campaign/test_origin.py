@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from atoll.campaign.assemble import assemble
-from atoll.campaign.folder import Campaign, interpolation, new
+from atoll.campaign.folder import Campaign, going_on, interpolation, new
 from atoll.campaign.prepare import prepare
 from atoll.campaign.runs import RunPlan, runs_of
 from atoll.data.dataset import DataSet
@@ -117,6 +117,13 @@ def test_every_run_starts_from_the_same_run(base: Path, further: Path) -> None:
 
 
 @pytest.mark.slow
+def test_it_takes_a_tenth_of_the_images_unless_told(base: Path) -> None:
+    recipe, origin = catalogue.text("high-resolution"), Campaign.open(base)
+    tenth = going_on(origin, yaml.safe_load(recipe))["budget"]["samples"]
+    assert tenth == origin.config.budget.samples // 10 > 0
+    assert going_on(origin, {"budget": {"samples": 7}})["budget"]["samples"] == 7
+
+
 def test_it_trains_and_draws_every_size(base: Path, further: Path) -> None:
     """Also where the first campaign is gone by then: every run has its own copy of its first weights."""
     moved = base.rename(base.with_name("gone"))

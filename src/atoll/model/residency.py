@@ -100,10 +100,6 @@ class ResidentExperts:
             raise ConfigError(f"expert {number} is missing", "publish it and assemble again")
         return ResidentExpert(self, number)
 
-    def network(self, number: int) -> nn.Module:
-        """The network that an expert runs in; after its `velocity`, with its weights."""
-        return self._experts[number].module.network
-
     @property
     def missing(self) -> tuple[int, ...]:
         """Numbers of experts that do not exist."""
@@ -264,7 +260,7 @@ class ResidentExpert:
     @property
     def network(self) -> nn.Module:
         """The network that it runs in; after its `velocity`, with its weights."""
-        return self.experts.network(self.number)
+        return self.experts._experts[self.number].module.network
 
 
 @dataclass(frozen=True)
