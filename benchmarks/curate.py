@@ -72,7 +72,7 @@ from atoll.curate.tail import KINDS, REAL, RESULTS, TailPrompts, evaluate_stage,
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import LOOKS, fingerprint_job
 from atoll.data.duplicates import dedupe as left_out
-from atoll.data.ingest import ingest
+from atoll.data.ingest import IngestJob
 from atoll.data.settings import DedupeConfig, GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.record import Record
@@ -322,7 +322,7 @@ def sample(folder: Path, count: int) -> Pictures:
 
 def _ingested(source: Path, to: Path, **config: Any) -> DataSet:
     settings = IngestConfig(mode="rgb", **config)
-    return ingest(open_source(str(source), settings), Store.open(to, create=True), "", settings)
+    return IngestJob(open_source(str(source), settings), Store.open(to, create=True), "", settings).run()
 
 
 def planted(kind: str, originals: Pictures, size: int, folder: Path) -> list[Row]:

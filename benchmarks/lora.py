@@ -176,17 +176,17 @@ def cut(folder: Path, base: Path, rank: int, _: None) -> None:
     store, campaign = Store.open(unfinished), Campaign.open(unfinished)
     for run in experts_of(campaign.config.partition.k):
         part = Checkpoint(store, run.network)
-        change, card, plan = low_rank(part, rank), part.card, RunPlan.read(store, run.plan)
+        (matrices, kept, _), card, plan = low_rank(part, rank), part.card, RunPlan.read(store, run.plan)
         weights = dict(part.beside(card.provenance["initial_weights"]))
-        for layer in {name.rpartition(".lora_")[0] for name in change.tensors}:
-            up, down = (change.tensors[f"{layer}.{matrix}.weight"] for matrix in (UP, DOWN))
+        for layer in {name.rpartition(".lora_")[0] for name in matrices}:
+            up, down = (matrices[f"{layer}.{matrix}.weight"] for matrix in (UP, DOWN))
             weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + up @ down
         network = initial_network(campaign.config.network, plan.shape, SETTINGS["seed"])
         network.load_state_dict(weights)
         for gone in ("run", "expert"):  # its log names the whole expert
             shutil.rmtree(unfinished / run.folder / gone)
-        size = sum(tensor.nbytes for tensor in change.tensors.values())
-        provenance = {**card.provenance, "kept": change.kept, "bytes": size}
+        size = sum(tensor.nbytes for tensor in matrices.values())
+        provenance = {**card.provenance, "kept": kept, "bytes": size}
         part.write(network, weights, card.model_copy(update={"provenance": provenance}))
     unfinished.rename(folder)
 

@@ -300,7 +300,7 @@ def router_share(setting: Setting, cost: Costs, routing: str, steps: int = 50) -
     rows = SampleRow.each(how(setting, routing).with_(steps=steps), range(setting.batch))
     sampler = Sampler(ensemble, labels, null, rows, noise)
     sampler.run()
-    return sampler.trace.router_share
+    return 1 / (1 + sampler.trace.expert_flops / sampler.trace.router_flops)
 
 
 def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[Row]:

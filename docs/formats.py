@@ -149,8 +149,8 @@ def _type(kind: Any) -> str:
         return ", ".join(f"`{value}`" for value in inner)
     if isinstance(kind, UnionType) or "Union" in str(origin):
         return " or ".join(map(_type, inner))
-    if origin in (list, tuple):
-        return f"list of {_type(inner[0])}"
+    if origin in (list, tuple) or hasattr(kind, "_fields"):  # a named tuple is written as a list
+        return f"list of {_type(inner[0] if inner else next(iter(kind.__annotations__.values())))}"
     if origin is dict:
         return f"{_type(inner[1])} by {_type(inner[0])}"
     plain = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any"}

@@ -60,6 +60,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     return lambda *argv: command(capsys, *argv)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    """An empty one in a folder of its own."""
+    from atoll.store.store import Store
+
+    return Store.open(tmp_path / "store", create=True)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with larger real data sets, `shared/data` beside the checkout."""
@@ -94,12 +102,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small campaign that is partitioned, for the tests of a file; they copy it to change it."""
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small campaign that is partitioned, with the file's `CHANGES`; its tests copy it to change it."""
     from helpers import partitioned
 
-    partitioned(folder := tmp_path_factory.mktemp("made") / "c")
+    partitioned(folder := tmp_path_factory.mktemp("made") / "c", getattr(request.module, "CHANGES", {}))
     return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "campaign"))
 
 
 @pytest.fixture

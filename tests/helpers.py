@@ -160,11 +160,6 @@ def refused(answer: Answer, *words: str) -> str:
     return lines[0]
 
 
-def refused_process(done: subprocess.CompletedProcess[str], *words: str) -> str:
-    """The same of a command that ran as a process."""
-    return refused(Answer(done.returncode, done.stdout, done.stderr), *words)
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, less the timings."""
     lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
+from atoll.data.ingest import IngestJob
 from atoll.data.sources.record import Record, Source
 
 
@@ -50,3 +52,8 @@ def read(source: Source) -> tuple[list[Record], list[Reject]]:
     items = list(source.records(0, len(source)))
     assert len(items) == len(source)
     return [r for r in items if isinstance(r, Record)], [r for r in items if isinstance(r, Reject)]
+
+
+def ingest(*args: Any) -> DataSet:
+    """Source, store, prefix and settings as a data set."""
+    return IngestJob(*args).run()

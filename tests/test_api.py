@@ -73,10 +73,11 @@ def test_the_script_of_the_readme_runs(ran: dict[str, Any]) -> None:
 
 
 def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
-    ran: dict[str, Any], tmp_path: Path
+    ran: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A function's name says nothing of what it computes. A later session goes on by the folder's name."""
     folder = ran["folder"] / "bicycles"
+    monkeypatch.setenv("HOME", str(ran["folder"]))
     assert atoll.prepare(folder).k == 2
     assert atoll.fit(folder, "expert", 1).role == "expert"  # finished already
     model, steepness = atoll.load(folder), [1.0]
@@ -108,6 +109,7 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
         (lambda: atoll.fit(folder, "router", 1), "router is no expert"),
         (lambda: atoll.fit(folder), "no expert is named: give an expert from 0 to 1"),
         (lambda: atoll.load(folder, "monolit"), "did you mean 'monolith'"),
+        (lambda: atoll.load("~/bicycles", "monolit"), "did you mean 'monolith'"),
         (lambda: atoll.load(folder, device="cudaa"), "no device 'cudaa' here"),
         (lambda: atoll.create(tmp_path / "none", tmp_path / "d"), "there is no .*none"),
         (lambda: model([3]), "give texts"),
@@ -119,5 +121,7 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    made = atoll.create("s3://bucket/pictures", tmp_path / "d")
+    assert made.config.data.source == "s3://bucket/pictures"
     with pytest.raises(atoll.AtollError, match=r"unknown key 'partition\.kk'.*did you mean 'k'"):
         atoll.create("glyphs", tmp_path / "c", {"partition": {"kk": 2}})

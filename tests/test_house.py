@@ -42,23 +42,23 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_555,
-    "measure": 4_130,
-    "report": 1_709,
-    "export": 1_757,
+    "core": 25_301,
+    "measure": 4_112,
+    "report": 1_701,
+    "export": 1_752,
     "serve": 1_506,
-    "curate": 2_772,
-    "tests": 35_820,
+    "curate": 2_740,
+    "tests": 35_806,
     "benchmarks": 5_435,
     "longest file": 469,  # under 500: what one file alone imports is a part of it
-    "tour": 4_877,
+    "tour": 4_858,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 92,
+    "private helpers with one caller": 91,
     "files with one importer or none": 42,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
-    "docstrings": 0.124,
+    "docstrings": 0.123,
     "no comment": 0.973,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""
@@ -148,14 +148,11 @@ def test_the_house_stays_small(capsys: pytest.CaptureFixture[str]):
     assert found.keys() == CEILINGS.keys() - {"tour"}
 
 
-def test_two_modules_load_a_network():
-    """A third one would verify weights in its own way, or not at all. Encoders and scorers are others."""
-    loading = re.compile(r"\.load_state_dict\(|\b(build|fill)_network\(|\bload_file\(")
+def test_one_module_loads_a_network():
+    """A second one would verify weights in its own way, or not at all. Encoders and scorers are others."""
+    loading = re.compile(r"\.load_state_dict\(|\bbuild_network\(|\bload_file\(")
     files = [path for path in FILES if not name(path).startswith(("encoders/", "curate/", "store/"))]
-    assert [name(path) for path in files if loading.search(path.read_text())] == [
-        "model/checkpoint.py",
-        "model/expert.py",
-    ]
+    assert [name(path) for path in files if loading.search(path.read_text())] == ["model/expert.py"]
 
 
 def test_the_tour_names_files_that_an_afternoon_is_enough_for():

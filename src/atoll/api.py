@@ -17,18 +17,18 @@ from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import SINGLE
-from atoll.campaign.runs import Run
 from atoll.campaign.sample import campaign_model
 from atoll.campaign.settings.launch import merged
 from atoll.data.partition import Partition
 from atoll.measure.points import evaluate as measure_point
 from atoll.model.card import Card
-from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Residency
 from atoll.model.model import Model
-from atoll.model.opened import border
+from atoll.model.opened import border, is_hub_name
 from atoll.model.routing import WeightFunction
 from atoll.recipes import catalogue
+from atoll.store.location import is_url
+from atoll.store.store import Store
 from atoll.train.run import train_run
 
 
@@ -48,7 +48,8 @@ def create(
     """
     tree = read_yaml(catalogue.text(recipe), recipe)
     # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
-    absolute = str(source) if source == "glyphs" else str(expanded(source).absolute())
+    named = source == "glyphs" or is_url(source)
+    absolute = str(source) if named else str(expanded(source).absolute())
     tree = merged(merged(tree, {"data": {"source": absolute}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
@@ -66,12 +67,10 @@ def fit(campaign: Campaign | str | Path, role: str = "expert", expert: int | Non
     `role` is `expert`, which has a number, `router`, `monolith`, `pretrain` or `student`. Ctrl-C raises
     `KeyboardInterrupt` once the state is saved.
     """
-    campaign = _opened(campaign)
     try:
-        train_run(campaign, role, expert)
+        return train_run(_opened(campaign), role, expert)
     except Interrupted as left:  # Ctrl-C is what Python's own is for scripts and notebooks
         raise KeyboardInterrupt(str(left)) from None
-    return Checkpoint(campaign.store, Run(role, expert).network).card
 
 
 def load(
@@ -96,7 +95,7 @@ def load(
     where = named_device(device)
     # What has no settings is an exported folder or a hub name. Both bring card and routing along.
     if not isinstance(source, Campaign):
-        if not any((Path(source) / file).is_file() for file in ("campaign.yaml", "campaign.json")):
+        if is_hub_name(source) or not any(map(Store.open(source).exists, (campaigns.YAML, campaigns.FROZEN))):
             with border(source):
                 return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
         source = Campaign.open(source)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atoll.base.config import set_value
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign.folder import Campaign, new
@@ -54,6 +55,8 @@ def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
 def test_islands_may_learn_something_else() -> None:
     own = {"schedule": "vp-cosine", "prediction": "eps"}
     config = parse(objective={"condition_dropout": 0.2}, islands={1: {"objective": own}})
+    inner = parse(train={"guard": {"window": 64}}, islands={1: {"train": {"guard": {"factor": 9}}}})
+    assert (inner.island(1)[1].guard.window, inner.island(1)[1].guard.factor) == (64, 9)
     assert config.objective_of(None) == config.objective_of(0) == config.objective
     assert config.objective_of(1).model_dump(include={*own, "condition_dropout"}) == {
         **own,
@@ -108,6 +111,8 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "e", {"islands": {0: {"network": {"depth": 2}}}})
     config = Campaign.open(folder, ["islands.0.train.batch=4"]).config
     assert config.island(0)[0].depth == 2 and config.island(0)[1].batch == 4
+    set_value(tree := {"student": None}, "student.steps=4")
+    assert tree == {"student": {"steps": 4}}
 
 
 def test_all_settings_are_printed_with_what_they_mean(
@@ -146,6 +151,8 @@ def test_a_source_must_be_there_and_must_not_hold_the_campaign(tmp_path: Path) -
 
 
 def test_words_of_yaml_1_1_are_no_booleans(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'a' is written twice"):
+        read_yaml("{a: 1, b: 2, a: 3}", "here")
     assert read_yaml("{on: yes, off: no, y: true, n: FALSE}", "here") == {
         "on": "yes",
         "off": "no",

@@ -18,21 +18,9 @@ from atoll.store.lease import Heartbeat, LeaseConfig, acquire
 from atoll.store.log import History, Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Run, partitioned, start
+from helpers import Run, start
 
 CHANGES = {"train": {"lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 30.0}}}
-
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("status") / "campaign"
-    partitioned(folder, CHANGES)
-    return folder
-
-
-@pytest.fixture
-def copy(untouched: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
 
 
 def look(folder: Path | str) -> dict[str, RunStatus]:

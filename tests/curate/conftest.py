@@ -12,7 +12,7 @@ Said = Callable[..., Answer]
 
 
 @pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Not to be written to."""
     folder = tmp_path_factory.mktemp("toy") / "c"
     partitioned(folder)
@@ -20,9 +20,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def campaign(toy: Path, tmp_path: Path) -> Path:
+def campaign(made: Path, tmp_path: Path) -> Path:
     """A copy."""
-    return Path(shutil.copytree(toy, tmp_path / "c"))
+    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 @pytest.fixture

@@ -152,7 +152,10 @@ def test_a_linear_tagger_learns_what_captions_say(campaign: Path, said: Said):
         noise[row, finder(text)] += 1
     dataset.write_values("features-told", {"name": "told"}, noise.astype(np.float16))
     about, hits = linear(dataset, vocabulary, "features-told", epochs=300)
-    column, heldout = write_hits(dataset, vocabulary, about, hits), dataset.split("heldout")
+    looked = list[int]()  # at each shard once, for both columns
+    column = write_hits(dataset, vocabulary, about, lambda shard: looked.append(shard) or hits(shard))
+    assert looked == list(range(len(dataset.shards)))
+    heldout = dataset.split("heldout")
     values, mask = column.read_ragged(heldout)
     mask &= dataset.column("concepts-image-probabilities").read_ragged(heldout)[0] >= 0.5
     found = [set(v[m].tolist()) for v, m in zip(values, mask, strict=True)]

@@ -20,9 +20,9 @@ from helpers import refused
 
 
 @pytest.fixture(scope="module")
-def made(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A campaign with scores that fall with the row's number, higher by 0.5 in cluster 1."""
-    folder = Path(shutil.copytree(toy, tmp_path_factory.mktemp("filter") / "c"))
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("filter") / "c"))
     (folder / "concepts.txt").write_text("letter\nsmall letter\ngreek\ndigit\n")
     argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
     cli.atoll.main(argv, standalone_mode=False)
@@ -33,11 +33,6 @@ def made(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = ["aesthetics", "score", str(folder), "--from", str(folder / "scores.parquet")]
     cli.atoll.main([*argv, "--sensitive", "Looks"], standalone_mode=False)
     return folder
-
-
-@pytest.fixture
-def campaign(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 def shares(folder: Path) -> tuple[float, list[float], float]:
@@ -96,6 +91,17 @@ def test_protected_concepts_are_whole(campaign: Path, said: Said):
     safe = np.array([bool({2, 3} & set(finder(texts[row]))) for row in train])
     assert safe.any()
     assert (dataset.weights[train] == (safe | (scores > 0.9))).all()
+
+
+def test_other_scores_give_other_weights(campaign: Path, said: Said):
+    table, weights = pq.read_table(campaign / "scores.parquet"), []
+    for order in (1, -1):
+        given = table.set_column(1, "MetaVoter", [pa.array(table["MetaVoter"].to_numpy()[::order])])
+        pq.write_table(given, campaign / "scores.parquet")
+        said("aesthetics", "score", campaign, "--from", campaign / "scores.parquet")
+        assert said("data", "filter", campaign, "--keep", "score >= q0.5").code == 0
+        weights.append(Campaign.open(campaign).dataset().weights)
+    assert (weights[0] != weights[1]).any()
 
 
 def test_weights_are_multiplied_if_so_asked(campaign: Path, said: Said):

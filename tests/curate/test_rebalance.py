@@ -22,17 +22,12 @@ CONCEPTS = ["letter", "small letter", "capital letter", "greek", "unicorn"]
 
 
 @pytest.fixture(scope="module")
-def made(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(shutil.copytree(toy, tmp_path_factory.mktemp("rebalance") / "c"))
+def made(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("rebalance") / "c"))
     (folder / "concepts.txt").write_text("\n".join(CONCEPTS))
     argv = ["concepts", "index", str(folder), "--vocabulary", str(folder / "concepts.txt")]
     cli.atoll.main(argv, standalone_mode=False)
     return folder
-
-
-@pytest.fixture
-def campaign(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "c"))
 
 
 def expected(folder: Path, t: float, per_expert: bool = False, other: float = 1.0) -> list[float]:

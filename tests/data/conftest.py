@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 
 from atoll.data.dataset import DataSet
-from atoll.data.ingest import ingest
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.store.store import Store
-from helpers_data import encoded
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path / "store", create=True)
+from helpers_data import encoded, ingest
 
 
 @pytest.fixture(scope="session")

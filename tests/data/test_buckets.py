@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
 from atoll.data.dataset import BUCKETS, ROWS, DataSet, ImageReader
 from atoll.data.decode import BadImageError, cropped, decode, merged, nearest, place, square, upright_size
-from atoll.data.ingest import ingest
 from atoll.data.settings import BucketConfig, IngestConfig
 from atoll.data.sources.folder import FolderSource
 from atoll.store.store import Store
-from helpers_data import aspects, encoded
+from helpers_data import aspects, encoded, ingest
 
 WIDE = [(32, 32), (48, 24), (24, 48)]
 
@@ -176,19 +176,21 @@ def test_few_rows_of_an_aspect_go_where_they_lose_least(tmp_path: Path) -> None:
     assert rejected.manifest.rejects == {"too long": 2}, "merged, they would lose half"
 
 
-def test_a_killed_ingest_keeps_its_buckets(tmp_path: Path) -> None:
+def test_a_killed_ingest_keeps_its_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buckets are chosen once, and the shards that come later have the same."""
     folder = aspects(tmp_path / "pictures", {(40, 40): 9, (66, 30): 7})
     store, settings = Store.open(tmp_path / "store", create=True), config(min_rows=3, max_crop=0.6)
     small = settings.model_copy(update={"shard_rows": 4})
     whole = ingest(FolderSource(folder), store, "whole", small)
 
-    def killed(done: int, count: int) -> None:
-        if done == 8:
+    def killed(self: Progress, done: int) -> None:
+        if done == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        ingest(FolderSource(folder), store, "killed", small, killed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "__call__", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ingest(FolderSource(folder), store, "killed", small)
     assert ingest(FolderSource(folder), store, "killed", small).content == whole.content
 
 

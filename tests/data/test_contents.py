@@ -9,15 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from atoll.base.console import Progress
 from atoll.base.errors import DataError
 from atoll.data.contents import COUNTED, Histogram, contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import dedupe, fingerprint_job
-from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig
 from atoll.data.sources.several import open_source
 from atoll.data.subsets import write_subset
 from atoll.store.store import Store
+from helpers_data import ingest
 
 ROWS = 40
 
@@ -43,10 +44,10 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def ingested(folder: Path, progress=None) -> Store:
+def ingested(folder: Path) -> Store:
     config = IngestConfig(size=8, shard_rows=10, heldout=0.2, licence="CC0-1.0")
     store = Store.open(folder.parent / "data", create=True)
-    ingest(open_source(str(folder), config), store, "", config, progress)
+    ingest(open_source(str(folder), config), store, "", config)
     return store
 
 
@@ -73,13 +74,15 @@ def test_everything_is_counted(folder: Path) -> None:
     assert "width" not in "\n".join(lines(contents(store, rows=False)))
 
 
-def test_of_an_unfinished_ingest_what_there_is(folder: Path) -> None:
-    def killed(done: int, _: int) -> None:
-        if done >= 20:
+def test_of_an_unfinished_ingest_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: Progress, done: int) -> None:
+        if done >= 2:
             raise Killed
 
+    monkeypatch.setattr(Progress, "__call__", killed)
     with pytest.raises(Killed):
-        ingested(folder, killed)
+        ingested(folder)
+    monkeypatch.undo()
     found = contents(Store.open(folder.parent / "data"))
     assert not found.finished and len(found.dataset) == 20 == sum(found.words.values())
     with pytest.raises(DataError, match="is not a data set"):

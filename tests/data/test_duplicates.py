@@ -15,11 +15,11 @@ from atoll.data import partition as partitions
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
-from atoll.data.ingest import ingest
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store
 from helpers import command, refused
+from helpers_data import ingest
 
 SIDE = 96
 ORIGINALS = 24

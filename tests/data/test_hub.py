@@ -13,7 +13,7 @@ import pytest
 import hub
 from atoll.base.errors import DataError
 from atoll.data.settings import RowOptions
-from atoll.data.sources.hub import Name, open_hub
+from atoll.data.sources.hub import open_hub, parse_name
 from helpers import ROOT
 from helpers_data import encoded
 
@@ -46,14 +46,14 @@ def parquet(folder: Path, first: int, count: int) -> bytes:
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
-        ("hf://datasets/a/b@main", Name("a/b", "main", None, "train")),
-        ("hf://datasets/a/b.c@refs/pr/1?split=test", Name("a/b.c", "refs/pr/1", None, "test")),
-        ("hf://datasets/a/b@v1?config=full", Name("a/b", "v1", "full", "train")),
-        ("hf:///some/folder", Name("/some/folder", None, None, "train")),
+        ("hf://datasets/a/b@main", ("a/b", "main", None, "train")),
+        ("hf://datasets/a/b.c@refs/pr/1?split=test", ("a/b.c", "refs/pr/1", None, "test")),
+        ("hf://datasets/a/b@v1?config=full", ("a/b", "v1", "full", "train")),
+        ("hf:///some/folder", ("/some/folder", None, None, "train")),
     ],
 )
-def test_names(text: str, parsed: Name) -> None:
-    assert Name.parse(text) == parsed
+def test_names(text: str, parsed: tuple) -> None:
+    assert parse_name(text) == parsed
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from atoll.base.part import Part
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
-from atoll.data.ingest import IngestJob, ingest, safe_id
+from atoll.data.ingest import IngestJob, safe_id
 from atoll.data.job import ColumnJob
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
@@ -26,7 +26,7 @@ from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_source
 from atoll.store import local
 from atoll.store.store import Store
-from helpers_data import encoded
+from helpers_data import encoded, ingest
 
 CONFIG = IngestConfig(size=8, shard_rows=16, heldout=0.3)
 
@@ -129,7 +129,7 @@ def test_hostile_captions_and_ids(store: Store) -> None:
 def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: DataSet, tmp_path: Path) -> None:
     source = GlyphSource(GlyphOptions(limit=40))
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")}
-    again = ingest(source, store, "glyphs", CONFIG, lambda done, total: pytest.fail("worked"))
+    again = ingest(source, store, "glyphs", CONFIG)
     assert again.ids == glyphs.ids
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")} == before
     with pytest.raises(DataError, match="another source or with other settings"):
@@ -186,6 +186,10 @@ def test_test_rows_come_out_of_the_held_out_ones(store: Store) -> None:
     assert audit(parted) == []
     with pytest.raises(ConfigError, match="leave nothing to train on"):
         IngestConfig(heldout=0.5, test=0.5)
+    for seed in range(4):  # whose lowest group may lie above the share
+        alone = CONFIG.model_copy(update={"heldout": 0.0, "test": 0.01, "seed": seed})
+        dataset = ingest(Rows(rows), store, f"alone{seed}", alone)
+        assert len(dataset.split("test")) and not len(dataset.split("heldout"))
 
 
 def test_equal_pictures_fall_into_one_split(store: Store) -> None:

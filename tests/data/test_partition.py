@@ -13,12 +13,12 @@ from atoll.base.errors import AtollError, PartitionError
 from atoll.data import partition as partitions
 from atoll.data.columns import Column
 from atoll.data.dataset import WEIGHTS, DataSet
-from atoll.data.ingest import ingest
 from atoll.data.partition import imbalances, make
 from atoll.data.settings import GlyphOptions, IngestConfig, PartitionConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.subsets import write_subset
 from atoll.store.store import Store
+from helpers_data import ingest
 
 ROWS = 120
 

@@ -10,7 +10,6 @@ import torch
 from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
 from atoll.data.encode import latents_job, text_job
-from atoll.data.ingest import ingest
 from atoll.data.samples import Samples, data_shape
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
@@ -19,6 +18,7 @@ from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
 from atoll.networks.settings import DataShape
 from atoll.store.store import Store
+from helpers_data import ingest
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,16 @@ import pytest
 from atoll.base.errors import AtollError, ConfigError, DataError
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data.dataset import OPTIONAL, ROWS, WEIGHTS, DataSet
-from atoll.data.ingest import ingest
-from atoll.data.settings import IngestConfig, SourceConfig, SourceOptions
+from atoll.data.settings import IngestConfig, SourceConfig
+from atoll.data.sources.folder import FolderSource
 from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_source, open_sources
+from atoll.data.sources.tar import TarSource
 from atoll.data.subsets import union, write_subset
 from atoll.data.weights import weigh_sources
 from atoll.store.store import Store
 from helpers import Answer, command, refused
-from helpers_data import encoded, packed, read
+from helpers_data import encoded, ingest, packed, read
 from whole import run, sets
 
 COLUMNS = {"caption": "caption", "group": "concept", "label": "n", "id": "id"}
@@ -485,11 +486,11 @@ def test_several_captions(way: str, tmp_path: Path, store: Store) -> None:
     assert dataset.manifest.rejects == {"empty caption": 1}
     assert [name for name in dataset.table().column_names if name in OPTIONAL.names] == ["captions"]
     if way in ("texts", "tar text"):  # as ever
-        caption = next(iter(open_sources(place, SourceOptions()).records(0, 1)))
+        caption = next(iter(open_sources(place, IngestConfig()).records(0, 1)))
         assert isinstance(caption, Record) and caption.caption == "one\neins" and caption.captions == ()
     else:
         with pytest.raises(DataError, match=r"rows of .* are no use: several captions .*captions=true"):
-            open_sources(place, SourceOptions())
+            open_sources(place, IngestConfig())
 
 
 def test_captions_that_are_none(tmp_path: Path) -> None:
@@ -528,7 +529,7 @@ def test_first_rows_tell_which_setting_is_wrong(
         empty = pa.array([None] * count, pa.string())
         pq.write_table(table(style).append_column("nothing", empty), tmp_path / f"{style}.parquet")
     with pytest.raises(AtollError) as raised:
-        open_sources(str(tmp_path), SourceOptions(**options))
+        open_sources(str(tmp_path), IngestConfig(**options))
     assert all(text in str(raised.value) for text in words)
 
 
@@ -556,3 +557,27 @@ def test_several_sources_from_the_command_line(
     assert set(DataSet.open(Store.open(campaign / "data")).weights.tolist()) == {5, 1}
     plain["tars"]["labl"] = "n"
     refused(ingested(), "labl", "did you mean 'label'?")
+
+
+def test_what_lies_in_a_folder_is_accounted_for(tmp_path: Path) -> None:
+    """A reject takes a position as a row does; links are named; a text counts beside a table elsewhere."""
+    folder, other = tmp_path / "a", tmp_path / "b"
+    for place in (folder, folder / "below", other):
+        place.mkdir()
+        (place / "0.png").write_bytes(encoded())
+        (place / "1.png").write_bytes(encoded(seed=1))
+        (place / "1.txt").write_text("one")
+    (folder / "link").symlink_to(other)
+    (folder / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "zero"}\n')
+    source = FolderSource(folder)
+    records, rejects = read(source)
+    assert [record.caption for record in records] == ["zero", "one", "one"]
+    assert [reject.reason for reject in rejects] == ["no caption", "linked folder"]
+    (folder / "below/0.png").unlink()
+    assert FolderSource(folder).describe()["fingerprint"] != source.describe()["fingerprint"]
+    # As img2dataset writes it: a table of metadata beside each tar.
+    (other / "00000.tar").write_bytes(packed([("0.png", encoded()), ("0.txt", b"zero")]))
+    pq.write_table(pa.table({"caption": ["zero"], "url": ["x"]}), other / "00000.parquet")
+    for name in ("0.png", "1.png"):
+        (other / name).unlink()
+    assert isinstance(open_source(other), TarSource)

@@ -15,14 +15,13 @@ import pytest
 
 from atoll.base.errors import AtollError, DataError
 from atoll.data.formats import Reject
-from atoll.data.ingest import ingest
 from atoll.data.settings import IngestConfig
 from atoll.data.sources.files import find_files
 from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_source
 from atoll.data.sources.tar import LARGEST_TEXT, TarSource
 from atoll.store.store import Store
-from helpers_data import encoded, packed, read
+from helpers_data import encoded, ingest, packed, read
 from s3 import BUCKET, S3, Proxy, proxied
 
 Member = tuple[str, bytes]

@@ -75,6 +75,15 @@ def test_latents_are_the_shifted_and_scaled_mode(kl: Path) -> None:
     assert latents.shape == (3, 4, 8, 8)
 
 
+def test_a_copy_in_16_bits_is_known_again(kl: Path, tmp_path: Path) -> None:
+    made = origin(autoencoder(str(kl)))
+    autoencoder(str(kl)).network.to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[union-attr]
+    assert autoencoder_of(made, place=str(tmp_path)).name == str(kl)
+    del made["rounded"]
+    with pytest.raises(ConfigError, match="is not the one that made the latents"):
+        autoencoder_of(made, place=str(tmp_path))
+
+
 def test_decoding_takes_scale_and_shift_back(kl: Path) -> None:
     vae = autoencoder(str(kl))
     z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))

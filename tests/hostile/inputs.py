@@ -558,7 +558,7 @@ TABLES = {
     "twice.csv": (b"id,id,concept,concept,score\n1,1,a,a,0.5\n", "two columns have one name"),
     "head.csv": (b"id,concept,score\n", "holds no rows"),
     "empty.csv": (b"", "is no parquet"),
-    "latin.csv": (b"id,concept,score\n\xff\xfe,\xff\xfe,0.5\n", "has no column"),
+    "latin.csv": (b"id,concept,score\n\xff\xfe,\xff\xfe,0.5\n", "is no parquet, CSV"),
     "nul.csv": (b"\0\0\0\0\0\0", "is no parquet"),
     "struct.parquet": (
         parquet_bytes(pa.table({"id": [{"a": 1}], "concept": [{"a": 1}], "score": [0.5]})),

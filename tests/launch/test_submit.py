@@ -57,6 +57,8 @@ def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(tmp_path: Path) ->
     *_, last = plan_jobs(opened(tmp_path / "c", {"gpus": 2, "slurm": {"partition": "gpu"}}), "slurm")
     assert last.name == "assemble" and last.needs == ("expert 0", "expert 1", "router")
     assert (last.gpus, last.processes, last.slurm.partition) == (0, 1, "gpu")
+    *_, last = plan_jobs(Campaign.open(tmp_path / "c", ["quarantine=[1]", "launch.gpus=1"]), "slurm")
+    assert last.argv[-2:] == ("--set", "quarantine=[1]")
     for launch, on in ((MIXED, None), ({}, "local"), ({}, "sky")):
         assert "assemble" not in {one.name for one in plan_jobs(opened(tmp_path / "d", launch), on)}  # type: ignore[arg-type]
 
@@ -72,6 +74,9 @@ def test_skypilots_nodes_have_a_python_and_as_many_processes_as_gpus(tmp_path: P
     bare = plan_jobs(opened(tmp_path / "d", {"sky": {"setup": []}}), "sky")
     made = yaml.safe_load(sky.files(bare, "s3://bucket/c")["router.yaml"])
     assert "accelerators" not in made["resources"] and bare[0].processes == 1
+    launch = {"sky": {"accelerators": "H100:8", "setup": []}, "data": {"workers": 2}}
+    making = data_jobs(opened(tmp_path / "e", launch), "sky")  # one process each, and no GPU is asked for
+    assert sky.files(making, "s3://bucket/c") and {job.processes for job in making} == {1}
 
 
 @pytest.mark.parametrize("partition", [False, True])
@@ -148,9 +153,15 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
     assert answer.out.count("#!/bin/bash") == 10 and answer.out.count(needs) == 4  # experts, router, monolith
     assert answer.out.count('ATOLL_PART="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"') == 2
     local = run("launch", folder, "--dry-run")
-    assert local.code == 0 and local.out.count("atoll data prepare") == 3 and "# first" not in local.out
+    assert local.code == 0 and "# first, on this machine" in local.out
     partitioned(folder, {"launch": launch})
     assert data_jobs(Campaign.open(folder), "slurm") == []
+
+
+def test_what_can_never_run_is_refused_before_the_data_are_made(tmp_path: Path, run: Run) -> None:
+    folder = write_campaign(tmp_path / "c")
+    refused(run("launch", folder, "--set", "launch.gpus=64"), "asks for 64 GPUs")
+    assert not (folder / "data").exists()
 
 
 @pytest.mark.slow

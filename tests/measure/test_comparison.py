@@ -324,7 +324,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
         commits = [e for e in entries(made / f"islands/{number}") if e["kind"] == "commit" and e["milestone"]]
         folder = made / f"islands/{number}/run" / commits[1]["checkpoint"]
         expected = load_file(folder / "ema.safetensors")
-        loaded = course.experts[number].load(stage.chosen[f"experts/{number}"])
+        loaded = course.experts[number].stored(stage.chosen[f"experts/{number}"]).expert()
         assert all(torch.equal(p, expected[name]) for name, p in loaded.network.named_parameters())
 
         # One at a time, where no more may be on the device.
@@ -337,7 +337,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
             assert torch.equal(bank.experts[number].velocity(*states), loaded.velocity(*states))
         final = Checkpoint(campaign.store, f"islands/{number}/expert").expert().network.named_parameters()
         assert any(not torch.equal(p, expected[name]) for name, p in final)  # it has learned since
-    last = course.experts[0].load(course.experts[0].milestones[-1])
+    last = course.experts[0].stored(course.experts[0].milestones[-1]).expert()
     done = Model.load(campaign.store).bank
     assert isinstance(done.experts, list) and isinstance(done.experts[0], Expert)
     for one, other in zip(last.network.parameters(), done.experts[0].network.parameters(), strict=True):

@@ -15,10 +15,10 @@ from atoll.base.errors import DataError
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
-from atoll.measure.models import Drawn, RowConditions, published, samples_of
+from atoll.measure.models import Drawn, RowConditions, published, samples_of, stored_as
 from atoll.measure.request import show_all, table
 from atoll.model.dispatch import Trace
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.sampler import Row, Sampler, starting_noise
 from helpers import Run, atoll, refused
 from helpers_extractors import save_clip, save_dinov2, save_pictures
@@ -30,7 +30,7 @@ def result(folder: Path) -> dict[str, Any]:
     """The only report below a folder."""
     (path,) = (folder / "reports/evaluate").glob("*.json")
     point = json.loads(path.read_text())
-    assert path.stem == point["key"]
+    assert path.stem == MeasuredPoint.of_json(point, "here").key
     return dict(point)
 
 
@@ -137,7 +137,7 @@ def test_models_that_are_not_there(made: Path, net: Path, run: Run) -> None:
         (["--model", "monolit"], "did you mean 'monolith'?"),
         (["--model", "student"], "has no student yet"),
         (["--routing", "top1"], "top1"),
-        (["--guidance", "nan"], "guidance=nan"),
+        (["--guidance", "nan"], "'guidance' in the generation"),
         (["--metrics", "fidd"], "unknown metric 'fidd'"),
         (["--list"], "has no results"),
     ):
@@ -306,9 +306,14 @@ def test_everything_that_decides_a_result_changes_its_key() -> None:
     assert len(keys | same) == len(others) + 3
 
 
+def test_weights_in_another_type_are_another_subject() -> None:
+    assert stored_as(Residency(experts=2)) == {} != stored_as(Residency(dtype="bf16"))
+    assert stored_as(Residency(dtype="int8", keep=("a",))) == {"stored": "int8 but a"}
+
+
 def test_a_report_comes_back() -> None:
     again = MeasuredPoint.of_json(point_of().to_json(), "here")
-    assert again == point_of() and again.key == point_of().to_json()["key"]
+    assert again == point_of() and again.key == point_of().key
     with pytest.raises(DataError, match="here is of atoll/point 2, this Atoll reads"):
         MeasuredPoint.of_json({**point_of().to_json(), "format": "atoll/point 2"}, "here")
 

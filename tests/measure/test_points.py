@@ -34,11 +34,6 @@ def encoder(net: Path) -> VisionEncoder:
     return vision_encoder(str(net), 28)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path / "out", create=True)
-
-
 def features(one: Reference, encoder: VisionEncoder) -> np.ndarray:
     return one.features(encoder, 8).rows
 

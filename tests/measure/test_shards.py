@@ -1,6 +1,5 @@
 """Rows that are made in shards: by whom does not count, and what is there is not made again."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +25,6 @@ def squares(
         return rows | ({"letter": torch.tensor(few, dtype=torch.uint8)} if few else {})
 
     return ShardedRows(store, about, "squares", count, batch, make)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path / "c", create=True)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 100, 1000, 50_000])

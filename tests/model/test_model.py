@@ -168,7 +168,7 @@ def test_prompts_that_do_not_fit_are_refused_before_weights_are_read(
 
 def test_a_wrong_generation_is_told_in_one_line(model: Model) -> None:
     for changes, message in (
-        ({"steps": 0}, "steps=0"),
+        ({"steps": 0}, "'steps' in the generation"),
         ({"guidance": -1.0}, "guidance"),
         ({"guidance": float("nan")}, "guidance"),
         ({"routing": "top-9"}, "'top-9' with 3 experts"),

@@ -164,8 +164,7 @@ def test_a_partial_ensemble_is_the_loop_over_those_that_exist(
     same(expected, world.reference(routing, missing=(1,)))
     stored = [s if k != 1 else None for k, s in enumerate(world.stored)]
     bank = ResidentExperts(stored, Residency(experts=1))
-    assert bank.missing == (1,)
-    assert torch.equal(run(world, Bank(bank, world.router, bank.missing), routing)[0], expected[0])
+    assert torch.equal(run(world, Bank(bank, world.router, (1,)), routing)[0], expected[0])
     # The last island arrives: with all experts present it is the whole ensemble, to the bit.
     store = Store.open(tmp_path)
     stored[1] = Checkpoint(store, publish(store, 1, world.experts[1], world.shape)).open_lazily()

@@ -64,6 +64,10 @@ def test_what_diffusers_keeps_stays_whole() -> None:
     assert KEPT == DEFAULT_SKIP_MODULES_PATTERN
     one = next(iter(taken))
     assert stored_layers(network, [f"^{one}$"]).keys() == taken.keys() - {one}
+    with pytest.raises(ConfigError, match="no layer's name has 'nothing'"):
+        stored_layers(network, ["nothing"])
+    with pytest.raises(ConfigError, match="is no pattern"):
+        Residency.parse({"keep": ["*proj_out"]}, "here")
 
 
 def test_images_that_are_equal_have_no_distance() -> None:

@@ -336,7 +336,7 @@ class Builder:
         kid = {"label": "kernel distance on net", "value": 0.01234, "deviation": 0.002, "settings": {}}
         subject = {"name": name} | ({"weights": {name: weights}} if weights else {})
         content: dict[str, Any] = {"format": "atoll/point 1", "subject": subject}
-        content |= {"protocol": how | protocol, "cost": {}, "key": key}
+        content |= {"protocol": how | protocol, "cost": {}}
         content["values"] = {"frechet": frechet | {"note": "the covariance is singular"}, "kid": kid}
         self.store.put_json(f"reports/evaluate/{key}.json", content)
         return self

@@ -108,8 +108,8 @@ def test_a_strip_fills_every_step_in_proportion():
     assert cells == {0: [0, 0, 9, 25, -9], 1: [0, 25, 9, 75, -9], 2: [10, 0, 9, 100, -9]}
     drawn = draw("strip", strip)
     assert drawn.texts["title"] == [
-        "full, sample 1, step 1 of 2, t = 1.00: expert 0 25%, expert 1 75%",
-        "full, sample 1, step 2 of 2, t = 0.50: expert 2 100%",
+        "full, sample 1, step 1 of 2: expert 0 25%, expert 1 75%",
+        "full, sample 1, step 2 of 2: expert 2 100%",
     ]
     label = drawn.all("svg")[0]["aria-label"]
     assert label == "full, sample 1: mostly expert 1 in steps 1 to 1, then mostly expert 2 in steps 2 to 2"

@@ -482,6 +482,6 @@ def test_damage_is_told_on_the_page(campaign: Path, capsys: pytest.CaptureFixtur
 
 def test_bars_are_numbers_or_ranges() -> None:
     few, wide = Histogram({1: 4, 3: 1}), Histogram(dict.fromkeys(range(1, 2000), 1))
-    assert [(one.name, one.height) for one in bars(few)] == [("1: 4 rows", 1.0), ("3: 1 rows", 0.5)]
+    assert bars(few) == [("1: 4 rows", 1.0), ("3: 1 rows", 0.5)]
     ranges = bars(wide, most=10)
-    assert len(ranges) == 10 and ranges[-1].height == 1 and ranges[0].height < 0.2
+    assert len(ranges) == 10 and ranges[-1][1] == 1 and ranges[0][1] < 0.2

@@ -16,6 +16,7 @@ from atoll.base.errors import ConfigError
 from atoll.model.expert import Expert
 from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
+from atoll.model.sampler import Sampler
 from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.server import create_app
@@ -221,6 +222,20 @@ def test_who_leaves_frees_its_rows_and_who_is_late_is_told(client: Client) -> No
         (failure,) = client.of(job)
         assert isinstance(failure, Failed) and failure.code == code
     assert client.metric("atoll_images_waiting") == 0
+
+
+def test_who_leaves_in_the_last_step_leaves_no_request_behind(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaving(sampler: Sampler) -> None:
+        sampler.advance()
+        for row in sampler.rows:
+            row.owner.job.cancelled = row.step == row.generation.steps
+
+    monkeypatch.setattr("atoll.serve.engine._step", leaving)
+    left = client.ask(WAYS[1])
+    until(lambda: not left.waiting)
+    assert client.metric("atoll_images_waiting") == 0 and not client.of(left)
 
 
 def test_a_client_that_leaves_leaves_no_request_behind(client: Client) -> None:

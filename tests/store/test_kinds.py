@@ -14,7 +14,6 @@ from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.store import cache, ranges
 from atoll.store.log import Commit, Fenced, Log
-from atoll.store.manifest import publish, read_published
 from atoll.store.store import Absent, Conflict, Damaged, Store, check_conditional_create
 
 COMMIT = Commit(samples=8, step=1, seconds=0.5, recipe="r", guard={}, tracker="t")
@@ -73,8 +72,6 @@ def test_lists_names_and_narrowing(store: Store) -> None:
     assert island.list() == ["a", "b/c"] and island.list("b") == ["b/c"]
     assert island.location == store.name("islands/0") == f"{store.location}/islands/0"
     assert island.sub("b").get("c") == b"1"
-    assert store.key_of(island.name("b/c")) == "islands/0/b/c"
-    assert store.key_of(store.location) == "" and island.key_of(store.location) is None
     for act in (island.get, island.exists, island.path, island.list, island.sub, island.size):
         with pytest.raises(StoreError, match="leads out of"):
             act("../1/a")
@@ -135,11 +132,11 @@ def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
         assert not [p for p in cache.folder().rglob("*") if p.name.startswith(".part-")]
 
 
-def test_publishing_and_the_log(store: Store) -> None:
-    publish(store, "p", {"a.bin": b"abc", "b/c.bin": b""}, "M.json", COMMIT)
-    assert read_published(store, "p", "M.json", Commit)[1] == {"a.bin": b"abc", "b/c.bin": b""}
+def test_manifests_and_the_log(store: Store) -> None:
+    store.create_json("p/M.json", COMMIT.to_json())
+    assert Commit.read(store, "p/M.json") == COMMIT
     with pytest.raises(Conflict):
-        publish(store, "p", {"a.bin": b"abc"}, "M.json", COMMIT)
+        store.create_json("p/M.json", COMMIT.model_copy(update={"step": 2}).to_json())
     first = Log(store, "first")
     first.acquire()
     Log(store, "second").acquire()

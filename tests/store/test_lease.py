@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ from helpers import environment
 
 SHORT = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1.0)
 LONG = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1000.0)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path)
 
 
 @pytest.fixture

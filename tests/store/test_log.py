@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,6 @@ from atoll.base.errors import StoreError
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Conflict, Store
 from helpers import environment
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path)
 
 
 def take(log: Log) -> None:

@@ -17,11 +17,6 @@ from atoll.store.store import Store
 from helpers import environment
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path / "s", create=True)
-
-
 def test_a_reader_never_sees_half_an_object(store: Store) -> None:
     """One thread overwrites, another reads: every answer is one of the two values, whole."""
     values = [b"a" * 3_000_000, b"b" * 2_000_000]

@@ -1,28 +1,16 @@
 """Data that cannot be trained on end a run in one line, and what was mended can be trained on."""
 
 import json
-import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from atoll.data.dataset import DataSet
 from atoll.store.store import Store
-from helpers import Run, partitioned, refused
+from helpers import Run, refused
 
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bad") / "campaign"
-    partitioned(folder, {"budget": {"samples": 320}, "train": {"log_every": 1, "guard": {"patience": 4}}})
-    return folder
-
-
-@pytest.fixture
-def copy(untouched: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
+CHANGES = {"budget": {"samples": 320}, "train": {"log_every": 1, "guard": {"patience": 4}}}
 
 
 def spoil(folder: Path, count: int) -> None:

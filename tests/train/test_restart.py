@@ -13,7 +13,7 @@ import atoll
 from atoll.base.preemption import Interrupted
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
-from helpers import bits, environment, metrics, newest_checkpoint, partitioned, same_bits
+from helpers import bits, environment, metrics, newest_checkpoint, same_bits
 
 OFTEN = {"validations": 5, "log_every": 7}
 CHANGES = {
@@ -26,25 +26,12 @@ RUNS: dict[str, tuple] = {"islands/0": ("expert", 0), "router": ("router",)}  # 
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is partitioned and not trained."""
-    folder = tmp_path_factory.mktemp("restart") / "campaign"
-    partitioned(folder, CHANGES)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same campaign with expert 0 and the router trained without interruption."""
-    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("reference") / "campaign"))
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reference") / "campaign"))
     for run in RUNS:
         train(folder, run)
     return folder
-
-
-@pytest.fixture
-def copy(untouched: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
 
 
 def train(folder: Path, run: str = "islands/0") -> None:
@@ -101,17 +88,17 @@ def test_the_same_bits_are_not_seen_where_they_differ(reference: Path, copy: Pat
 # Isolation.
 
 
-def alone(untouched: Path, folder: Path) -> Path:
+def alone(made: Path, folder: Path) -> Path:
     """All that an island is given: `campaign.json` and its own folder."""
-    shutil.copytree(untouched / "islands/0", folder / "islands/0")
-    shutil.copy(untouched / "campaign.json", folder)
+    shutil.copytree(made / "islands/0", folder / "islands/0")
+    shutil.copy(made / "campaign.json", folder)
     return folder
 
 
 def test_an_island_needs_its_own_folder_and_campaign_json_only(
-    untouched: Path, reference: Path, tmp_path: Path
+    made: Path, reference: Path, tmp_path: Path
 ) -> None:
-    folder = alone(untouched, tmp_path / "elsewhere")
+    folder = alone(made, tmp_path / "elsewhere")
     train(folder)
     assert same_bits(folder / "islands/0", reference / "islands/0")
     assert sorted(path.name for path in folder.iterdir()) == ["campaign.json", "islands"]
@@ -119,13 +106,11 @@ def test_an_island_needs_its_own_folder_and_campaign_json_only(
 
 
 @pytest.mark.slow
-def test_an_island_needs_no_network_and_no_other_folder(
-    untouched: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_an_island_needs_no_network_and_no_other_folder(made: Path, reference: Path, tmp_path: Path) -> None:
     """A process without network interfaces, that sees its own folder and none of those beside it."""
     if subprocess.run(["unshare", "-mn", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this user may not make namespaces")
-    folder = alone(untouched, tmp_path / "island")
+    folder = alone(made, tmp_path / "island")
     mounts = "mount --bind $0 /mnt && mount -t tmpfs none $2 && ls $2 | wc -l"
     script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --expert 0"
     result = subprocess.run(

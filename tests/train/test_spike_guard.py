@@ -52,11 +52,11 @@ def test_it_gives_up_when_steps_in_a_row_are_left_out() -> None:
     guard = settled()
     for _ in range(2):
         assert not guard.admits(math.nan, 1.0)
-    assert not guard.exhausted
+    assert guard.in_a_row == 2
     assert guard.admits(1.0, 1.0) and guard.in_a_row == 0 and guard.skipped == 2
     for _ in range(3):
         assert not guard.admits(99.0, 1.0)
-    assert guard.exhausted
+    assert guard.in_a_row == 3
 
 
 def test_it_goes_on_from_its_counters() -> None:

@@ -1,7 +1,7 @@
 """What a denoiser is, and what it may be conditioned on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -46,8 +46,7 @@ class Condition:
 
     def parts(self) -> dict[str, Tensor]:
         """Those that are present, by name."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: part for name, part in vars(self).items() if part is not None}
 
     @property
     def empty(self) -> bool:
@@ -63,12 +62,8 @@ class Condition:
         """B, or 1 where nothing is present."""
         return next((int(part.shape[0]) for part in self.parts().values()), 1)
 
-    def take(self, numbers: Sequence[int]) -> "Condition":
-        """The condition of the rows of these numbers, in this order."""
-        return self.map(lambda part: part[torch.tensor(list(numbers), device=part.device)])
-
-    def select(self, rows: Tensor | slice) -> "Condition":
-        """Some rows of the batch."""
+    def select(self, rows: Tensor | slice | list[int]) -> "Condition":
+        """Some rows of the batch, in this order."""
         return self.map(lambda part: part[rows])
 
     def to(self, device: torch.device | str) -> "Condition":

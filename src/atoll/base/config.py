@@ -84,10 +84,12 @@ def set_value(tree: dict[str, Any], assignment: str) -> None:
     value = read_yaml(text, f"--set {assignment[:100]!r}: the value")
     *groups, last = key.strip().split(".")
     for group in groups:
-        below = tree.setdefault(_key_in(tree, group), {})
-        if not isinstance(below, dict):
+        key = _key_in(tree, group)
+        if tree.get(key) is None:  # `null` in the file, or not there
+            tree[key] = {}
+        if not isinstance(tree[key], dict):
             raise ConfigError(f"--set {assignment!r}: {group!r} is not a group of settings", "check the key")
-        tree = below
+        tree = tree[key]
     tree[_key_in(tree, last)] = value
 
 

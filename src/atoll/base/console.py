@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 from atoll.base.text import duration, printable
 
@@ -45,18 +46,19 @@ class Progress:
         self._terminal = _printed() and sys.stdout.isatty()
         self.every = 0.2 if self._terminal else every
         self.start = self._last = time.monotonic()
-        self._shown, self._bar = False, None
-        if not _printed() and "ipykernel" in sys.modules:
-            with suppress(ImportError):
-                from tqdm.auto import tqdm
-
-                self._bar = tqdm(total=total, initial=done, desc=name, unit=f" {unit}")
+        self._shown = False
+        self._bar: Any = None
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         """Report that `done` units are finished."""
         self.total = total or self.total
         now = time.monotonic()
         finished = done >= self.total
+        if self._bar is None and not finished and not _printed() and "ipykernel" in sys.modules:
+            with suppress(ImportError):
+                from tqdm.auto import tqdm
+
+                self._bar = tqdm(total=self.total, initial=self.first, desc=self.name, unit=f" {self.unit}")
         if self._bar is not None:
             self._bar.total = self.total
             self._bar.set_postfix_str(note, refresh=False)
@@ -64,7 +66,8 @@ class Progress:
             if finished:
                 self._bar.close()
             return
-        if now - self._last < self.every and not (finished and self._shown):
+        # What ends with its first report needs none.
+        if not self._shown if finished else now - self._last < self.every:
             return
         self._last, self._shown = now, True
         speed = (done - self.first) / max(now - self.start, 1e-9)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # settings are hashed too, and read without torch
+    import torch
     from torch import Tensor
 
 
@@ -34,17 +35,18 @@ def digest_strings(values: Iterable[str]) -> str:
     return state.hexdigest()
 
 
-def digest_tensors(tensors: "Mapping[str, Tensor]") -> str:
-    """Hex digest of named tensors: names, dtypes, shapes and bits; the order of names does not count."""
-    import numpy as np
+def digest_tensors(tensors: "Mapping[str, Tensor]", dtype: "torch.dtype | None" = None) -> str:
+    """Hex digest of named tensors: names, dtypes, shapes and bits; the order of names does not count.
+
+    With `dtype` numbers that are no integers count as they are in that type.
+    """
     import torch
 
-    # Bits are read as integers, since numpy has no bfloat16; so -0 and 0 differ, and NaN is equal to itself.
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # Bits are read as bytes, since numpy has no bfloat16; so -0 and 0 differ, and NaN is equal to itself.
     state = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        raw = tensor.reshape(-1).view(dtype=integers[tensor.element_size()]).numpy()
-        state.update(np.ascontiguousarray(raw).data)
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -22,6 +22,13 @@ LONGEST_PATH = 1024
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's words for true and false, as JSON's: 1.1 takes `on`, `off`, `yes` and `no` as well."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # PyYAML takes the last of two alike, and forgets the settings of the first.
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(problem=f"{twice[0]!r} is written twice")
+        return super().construct_mapping(node, deep)
+
 
 _BOOL = "tag:yaml.org,2002:bool"
 _Loader.yaml_implicit_resolvers = {
@@ -84,11 +91,6 @@ def read_text(path: Path, most: int = LARGEST) -> str:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
-
-
-def read_lines(path: Path) -> list[str]:
-    """Lines of a text file, as `read_text`."""
-    return read_text(path).splitlines()
 
 
 def _normalised(path: str) -> str:

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, SupportsFloat
 
@@ -50,9 +50,9 @@ class Column:
     digits: int = 4  # significant ones that a terminal shows
 
 
-def measured(default: Any = ..., unit: str = "", digits: int = 4) -> Any:
-    """A field of a typed row that has a unit; its docstring is the column's meaning."""
-    return Field(default, json_schema_extra={"unit": unit, "digits": digits})
+def column(meaning: str = "", unit: str = "", default: Any = ..., digits: int = 4) -> Any:
+    """A field of a typed row, what it means and its unit; without a meaning its docstring says it."""
+    return Field(default, description=meaning or None, json_schema_extra={"unit": unit, "digits": digits})
 
 
 def columns_of(record: type[BaseModel]) -> tuple[Column, ...]:
@@ -107,17 +107,6 @@ class Table:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.names, *self.cells])
         return text.getvalue().encode()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, with what each column means."""
-        heads = [vars(column) for column in self.columns]
-        return {"name": self.name, "title": self.title, "columns": heads, "rows": self.cells}
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        """What `to_json` gave; rows are mappings."""
-        table = cls(tree["name"], tree["title"], tuple(Column(**head) for head in tree["columns"]), [])
-        return replace(table, rows=[dict(zip(table.names, row, strict=True)) for row in tree["rows"]])
 
 
 class Tables(Config):

@@ -120,8 +120,8 @@ def printable(text: str) -> str:
 
 
 def shorten(names: Sequence[str], most: int = 8) -> str:
-    """The first of some names, and whether there are more."""
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def parse_size(text: str) -> Size:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.hashing import digest
-from atoll.base.safe_parse import read_lines
+from atoll.base.safe_parse import read_text
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
 from atoll.base.text import shorten
@@ -19,7 +19,7 @@ from atoll.campaign.partition import features_of, island_columns, write_clusters
 from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
 from atoll.data import partition as partitions
-from atoll.data.cluster import normalise
+from atoll.data.cluster import nearest_centroid, normalise
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
@@ -119,7 +119,7 @@ def _distances(features: Column, rows: I64, partition: Partition) -> NDArray[np.
     parts = []
     for _, values in features.blocks(rows, 8192):
         points = normalise(values.float().numpy())
-        nearest = partition.centroids[partition.nearest(points)]
+        nearest = partition.centroids[nearest_centroid(points, partition.centroids, partition.prices)]
         parts.append(np.linalg.norm(points - nearest, axis=1))
     return np.concatenate(parts)
 
@@ -142,7 +142,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     """
     store = campaign.store
     dataset, partition = campaign.clustered()
-    named = _named(dataset, {line.strip() for line in read_lines(path)} - {""}, path)
+    named = _named(dataset, {line.strip() for line in read_text(path).splitlines()} - {""}, path)
     before, by = dataset.weights, producer_of(dataset) or {"name": "opt-out"}
     leaving = named[before[named] > 0]
     unchanged, after = partition.weighs_as(dataset), before.copy()
@@ -169,7 +169,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         say("  the data set still holds the rows, with weight 0: take them from its source, too")
     # Duplicates among them count 0 already, and have to stay out when others are looked for.
     out = np.isin(np.arange(len(dataset)), named)
-    if dataset.has_column(OPTED_OUT):
+    if OPTED_OUT in dataset.column_names():
         out |= dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0
     dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(out).tolist())}, out)
     write_weights(dataset, by, before)

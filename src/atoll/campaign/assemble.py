@@ -1,7 +1,6 @@
 """The ensemble from what has been published, complete or partial."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 from atoll.base.console import say
 from atoll.base.errors import PartitionError, StoreError
@@ -20,7 +19,6 @@ from atoll.model.folder import (
     defaults,
     hashers,
     part_of,
-    parts_of,
     read_manifest,
     scheduler_shift,
 )
@@ -30,24 +28,12 @@ from atoll.store.manifest import check_file
 from atoll.store.signatures import SIGNATURE
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """K, and the numbers of the experts that an assembly holds."""
-
-    k: int
-    experts: list[int]
-
-    @property
-    def missing(self) -> list[int]:
-        """Numbers of the experts that are not published yet."""
-        return [number for number in range(self.k) if number not in self.experts]
-
-
 def assemble(
     campaign: Campaign, quarantine: Collection[int] = (), trusted: Collection[str] | None = None
-) -> Assembled:
+) -> list[int]:
     """Write `ensemble/`: a folder that `AtollPipeline` loads, and `ensemble.json` that names its files.
 
+    Returns the numbers of the experts that it lacks.
     Parts that lie there unchanged are left alone, so an expert that comes later costs its own bytes only.
     `quarantine` (experts that are left out) and `trusted` (keys or certificates, one of which must have
     signed each part) add to those of the settings; without any key unsigned parts are taken too.
@@ -81,31 +67,31 @@ def assemble(
         for run in cards:
             Checkpoint(store, run.network).check_trusted(keys)
     store.sweep("ensemble")
-    result = Assembled(k, numbers := [run.expert for run in cards if run.expert is not None])
+    numbers = [run.expert for run in cards if run.expert is not None]
+    missing = [number for number in range(k) if number not in numbers]
     card = training.card_at(guide) if guide else None
     if _assembled(campaign, cards, card):
         say(f"ensemble: assembled already, experts {listed(numbers)} of {k}")
-        return result
-    early = training.load(guide) if guide else None  # before anything is overwritten: it may be damaged
+        return missing
+    early = training.stored(guide).filled() if guide else None  # read now: it may be damaged
     writer = FolderWriter(store.sub("ensemble"), k)
     for run in cards:
         if run.role == PRETRAIN and early and card:
-            writer.save(early.network, card)
+            writer.save(early, card)
         else:
             writer.copy(Checkpoint(store, run.network))
     writer.describe({"scheduler": writer.scheduler(sampling)}, defaults(sampling))
-    facts = model_card_facts(campaign, parts_of(writer.experts, cards[Run("router")], writer.pretrain))
+    facts = model_card_facts(campaign, writer.parts)
     writer.finish(facts, name=f"{facts['name']}/ensemble")
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
-    warn_of_missing(result)
-    return result
+    warn_of_missing(missing)
+    return missing
 
 
-def warn_of_missing(assembled: Assembled) -> None:
+def warn_of_missing(missing: Sequence[int]) -> None:
     """Say which experts a partial ensemble lacks."""
-    if assembled.missing:
-        names = listed(assembled.missing)
-        say(f"  warning: partial: experts {names} are missing; their share goes to the others")
+    if missing:
+        say(f"  warning: partial: experts {listed(missing)} are missing; their share goes to the others")
 
 
 def _assembled(campaign: Campaign, cards: Mapping[Run, Card], guide: Card | None) -> bool:

@@ -6,8 +6,8 @@ from pydantic import model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import DataError
-from atoll.base.table import Tables
-from atoll.campaign.measured import Cluster, Number, Report, Time, column
+from atoll.base.table import Tables, column
+from atoll.campaign.measured import Cluster, Number, Report, Time
 
 
 class OfSplit(Config):

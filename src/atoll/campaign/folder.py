@@ -209,7 +209,7 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str], origin: str | None
         path = None if source == "glyphs" else local_path(source)
         if path is None:
             continue
-        if not path.exists():
+        if not path.exists() and not {*"*?[{"} & {*path.name}:  # of files by a pattern the ingest tells
             fix = "set data.source to a folder of images, a parquet file or glyphs"
             raise ConfigError(f"there is no {path}", fix)
         if own is not None and path.is_dir() and own.resolve().is_relative_to(path.resolve()):

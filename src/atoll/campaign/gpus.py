@@ -8,7 +8,7 @@ from pydantic import Field
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
-from atoll.base.safe_parse import expanded, read_lines, read_yaml
+from atoll.base.safe_parse import expanded, read_text, read_yaml
 
 
 class Gpu(Config):
@@ -33,7 +33,7 @@ def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
     """The GPUs of `gpus.yaml`, with what the YAML file at `path` adds or changes."""
     texts = [("gpus.yaml", files("atoll.campaign").joinpath("gpus.yaml").read_text(encoding="utf-8"))]
     if path is not None:
-        texts.append((str(path), "\n".join(read_lines(expanded(path)))))
+        texts.append((str(path), read_text(expanded(path))))
     table = dict[str, dict[str, Any]]()
     for where, content in texts:
         tree = read_yaml(content, where)

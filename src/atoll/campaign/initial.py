@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
@@ -25,13 +26,13 @@ from atoll.flow.published import trained_on
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import settings_of
-from atoll.model.foreign import DiffusersCheckpoint, Fit, find, take_over
+from atoll.model.foreign import DiffusersCheckpoint, Fit, compare, find, take_over
 from atoll.networks.families import family, initialise, kept_buffers
 from atoll.networks.lora import changes, shared
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.location import resolve
-from atoll.store.manifest import Published, publish, read_published
+from atoll.store.manifest import Published, read_file, write_blocks
 from atoll.store.store import Conflict, Store, to_json
 from atoll.store.tensors import read_tensors
 
@@ -128,15 +129,15 @@ def publish_initial(
         check_origin()
         return None
     fit = take_over(network, weights(), whose)
-    if changes(network) and fit.drawn:
-        what = f"network.lora changes a whole network, and {whose} has no {next(iter(fit.drawn))} that fits"
-        raise ConfigError(what, "give network its dimensions and arguments, or leave network.lora out")
+    check_whole(network, fit, whose)
     settings = settings_of(network)
     # The file is that of the origin, where all of it is taken over. safetensors refuses tensors that are not
     # contiguous.
     whole = shared(network, {**dict(network.named_parameters()), **kept_buffers(network)})
     tensors = {name: value.detach().cpu().contiguous() for name, value in whole.items()}
+    blobs = {"config.json": to_json(settings), WEIGHTS: save_tensors(tensors, metadata={"format": "pt"})}
     initial = InitialWeights(
+        files=[write_blocks(store, FOLDER, path, [data]) for path, data in blobs.items()],
         kind=kind,
         origin=origin,
         partition=partition,
@@ -145,13 +146,19 @@ def publish_initial(
         drawn=dict(fit.drawn),
         unused=list(fit.unused),
     )
-    data = save_tensors(tensors, metadata={"format": "pt"})
-    # Weights first, then `init.json` if-absent: what it names is whole, and of the first that came.
+    # `init.json` last and if-absent: what it names is whole, and of the first that came.
     try:
-        publish(store, FOLDER, {"config.json": to_json(settings), WEIGHTS: data}, MANIFEST, initial)
+        store.create_json(f"{FOLDER}/{MANIFEST}", initial.to_json())
     except Conflict:  # two that finish pretraining at once lay the same weights
         check_origin()
     return fit
+
+
+def check_whole(network: nn.Module, fit: Fit, whose: str) -> None:
+    """Refuse a low-rank change of a network that would be drawn in part; `ConfigError`."""
+    if changes(network) and fit.drawn:
+        what = f"network.lora changes a whole network, and {whose} has no {next(iter(fit.drawn))} that fits"
+        raise ConfigError(what, "give network its dimensions and arguments, or leave network.lora out")
 
 
 def check_checkpoints(campaign: Campaign) -> None:
@@ -196,6 +203,16 @@ class Checkpoints:
         config = self.campaign.config
         for run in runs:
             settings = config.denoiser(*run)[0]
+            if run.kind.init(config) == "pretrain" and settings.whole != config.network.whole:
+                # Names and shapes alone decide what fits, so neither network needs memory here.
+                with torch.device("meta"):
+                    each = (settings.whole, config.network.whole)
+                    own, pretrain = (family(network.family).build(network, shape) for network in each)
+                if not compare(own, dict(pretrain.named_parameters())).kept:
+                    raise ConfigError(
+                        f"islands.{run.expert}.network has no tensor of the pretrained shapes, to start from",
+                        "give it the campaign's heads and head_width, or set budget.pretrain=0",
+                    )
             if run.kind.task == "route" or config.origin or settings.init in (SCRATCH, *self._read):
                 continue
             with _named_by_setting():
@@ -207,6 +224,10 @@ class Checkpoints:
                 if settings.interpolation_scale is None:
                     network = initial_network(settings, shape, config.seed)
                     checkpoint.check_positions(family(settings.family), network, tensors)
+            if settings.lora is not None:
+                with torch.device("meta"):
+                    changed = family(settings.family).build(settings, shape)
+                check_whole(changed, compare(changed, tensors), repr(settings.init))
             named = {"name": checkpoint.name, "class": checkpoint.class_name}
             origin = {**named, "weights_sha256": digest_tensors(tensors)}
             self._read[settings.init] = origin, tensors
@@ -251,7 +272,8 @@ def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: st
     if not run.exists(f"{FOLDER}/{MANIFEST}"):
         _, missing, fix = _KINDS[plan.init]
         raise PartitionError(f"{where} has no {MANIFEST}: {missing}", fix)
-    initial, blobs = read_published(run, FOLDER, MANIFEST, InitialWeights)
+    initial = InitialWeights.read(run, f"{FOLDER}/{MANIFEST}")
+    blobs = {entry.path: read_file(run, FOLDER, entry) for entry in initial.files}
     for field, mine, wanted in (
         ("start", initial.kind, plan.init),
         ("partition", initial.partition, plan.partition),

@@ -4,13 +4,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.hashing import digest
-from atoll.base.table import Table, Tables, ratio_of
+from atoll.base.table import Table, Tables, column, ratio_of
 from atoll.campaign.roles import BASELINE, BESIDE
 from atoll.model.routing import Routing
 from atoll.store.store import Store
@@ -24,11 +24,6 @@ Time = float | Literal["mean"]
 Cluster = int | Literal["all"]
 Partner = Literal["same noise", "same cluster", "any"]
 How = Literal["between points", "at the first point", "never"]
-
-
-def column(meaning: str = "", unit: str = "", default: Any = ...) -> Any:
-    """A field, what it means and its unit, in one line; without a meaning its docstring says it."""
-    return Field(default, description=meaning or None, json_schema_extra={"unit": unit, "digits": 4})
 
 
 # Points.
@@ -86,12 +81,6 @@ class MeasuredPoint(File):
     cost: dict[str, float | None] = {}
     """Seconds of all processes together; of a model also what a step of one sample takes."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_key(cls, tree: Any) -> Any:
-        # The key follows from the rest: one that was read could disagree with it.
-        return {name: tree[name] for name in tree if name != "key"} if isinstance(tree, dict) else tree
-
     @property
     def key(self) -> str:
         """Names the point: subject, protocol, and which metrics with what settings."""
@@ -101,10 +90,6 @@ class MeasuredPoint(File):
     def number(self, metric: str) -> float | None:
         """The value of a metric; None where it was not measured."""
         return self.values[metric].value if metric in self.values else None
-
-    def to_json(self) -> dict[str, Any]:
-        """The file's content."""
-        return {"key": self.key, **super().to_json()}
 
 
 def point_key(subject: dict[str, Any], protocol: Protocol, settings: dict[str, dict[str, Any]]) -> str:

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError
-from atoll.base.hashing import digest_tensors
+from atoll.base.errors import DataError
+from atoll.base.hashing import digest, digest_tensors
 from atoll.base.rng import seed_of
 from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
@@ -32,9 +32,8 @@ from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import write_weights
-from atoll.model.foreign import compare
-from atoll.networks.families import family, parameter_count
+from atoll.data.weights import OPTED_OUT, out_for_good, producer_of, write_weights
+from atoll.networks.families import parameter_count
 from atoll.networks.pipelines import check_data
 from atoll.networks.settings import DataShape
 
@@ -56,6 +55,8 @@ def make_islands(campaign: Campaign) -> Partition:
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
             columns = parts[0].column_names()
+            if config.origin:
+                finished_origin(config, store.location)  # which may have no student
             late_budget, checkpoints = {run: budget[run] for run in late}, Checkpoints(campaign)
             checkpoints.check(late, shape, parts[0].column("latents").meta.producer)
             _write_runs(campaign, partition, shape, late_budget, parts, columns, checkpoints)
@@ -108,6 +109,9 @@ def partition_of_origin(campaign: Campaign, dataset: DataSet) -> Partition:
     out = numbers < 0
     if (out & (dataset.weights > 0)).any():
         say(f"{many(int(out.sum()), 'row')} on no island of {origin.store.location} left out")
+        gone = out | out_for_good(dataset)
+        by = {"name": "origin", "rows": digest(np.flatnonzero(gone).tolist())}
+        dataset.write_values(OPTED_OUT, by, gone)  # a filter or a rebalance must not bring them back either
         write_weights(dataset, {"name": "origin"}, dataset.weights, out)
     return partitions.carried(partition, numbers, dataset, campaign.config.data.weighted)
 
@@ -145,16 +149,6 @@ def _write_runs(
             initial = initial_router(campaign, shape)
         else:
             initial = initial_network(settings, shape, config.seed)
-        if start == "pretrain" and settings.whole != config.network.whole:
-            # Names and shapes alone decide what fits, so the pretrained network needs no memory here.
-            with torch.device("meta"):
-                pretrain = family(config.network.family).build(config.network.whole, shape)
-            if not compare(initial, dict(pretrain.named_parameters())).kept:
-                where = f"islands.{run.expert}.network"
-                raise ConfigError(
-                    f"{where} has no tensor of the pretrained shapes, to start from them",
-                    "give it the campaign's heads and head_width, or set budget.pretrain=0",
-                )
         if start == "checkpoint":
             weights = checkpoints.publish(run, initial, partition.hash, shape)
         else:
@@ -207,6 +201,12 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
     if not config.data.weighted:
         return ["split", *training_columns(config)]
     dataset.column(WEIGHTS)  # without it all rows would count alike
+    source, weighed = config.data.source, producer_of(dataset)
+    if isinstance(source, dict) and weighed.get("name") in ("sources", "dedupe"):
+        wanted = {name: settings.weight for name, settings in source.items()}
+        if weighed.get("weights", dict.fromkeys(source, 1.0)) != wanted:
+            what = f"the weights of {location} are others than those of data.source"
+            raise DataError(what, "run 'atoll data ingest', which writes them anew")
     return ["split", *training_columns(config), WEIGHTS]
 
 

@@ -7,7 +7,7 @@ from posixpath import join
 
 import numpy as np
 
-from atoll.base.console import Progress, say
+from atoll.base.console import say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.part import Part
@@ -20,7 +20,7 @@ from atoll.campaign.partition import make_islands
 from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
-from atoll.data.dataset import CAPTION, DataSet
+from atoll.data.dataset import CAPTION
 from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
 from atoll.data.encode import caption_job, captions_of, check_answers, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
@@ -35,7 +35,6 @@ from atoll.encoders.vision import vision_encoder
 from atoll.networks.settings import check_sides
 from atoll.store.store import Store
 
-FINGERPRINTS = "fingerprints of pictures"
 PAIRS, SHOWN = "reports/duplicates.png", 48
 """Where pairs of duplicates are shown, and how many of each kind."""
 
@@ -57,7 +56,7 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
             check_sides(network.family, network.patch, shape.latents)
     opened, store = open_sources(source, config.data.ingest), Store.open(path, create=True)
     # A finished data set is left as it is: the job then only compares source and settings with it.
-    job = IngestJob(opened, store, "", config.data.ingest, Progress("ingest", len(opened)))
+    job = IngestJob(opened, store, "", config.data.ingest)
     if part is not None:
         return job.write_part(part)
     dataset = job.run()
@@ -78,7 +77,7 @@ def caption_stage(campaign: Campaign, part: Part | None = None) -> None:
     if campaign.is_partitioned:
         raise DataError(f"{campaign.store.location} is partitioned already", "describe images before that")
     captioner = Captioner(config.model, config.prompt, config.tokens, str(own_device()))
-    job = caption_job(dataset, captioner, config, _progress(f"captions by {config.model}", dataset))
+    job = caption_job(dataset, captioner, config)
     if job.result() is None:
         check_answers(dataset, captioner)
         for name in ("text", "tokens"):  # states of earlier captions fit these rows, and not these words
@@ -95,7 +94,7 @@ def embed_stage(campaign: Campaign, part: Part | None = None) -> None:
     """Add the features column, or write one part of it."""
     dataset, config = campaign.dataset(), campaign.config.partition
     encoder = vision_encoder(config.encoder, config.encoder_size, str(own_device()))
-    job = features_job(dataset, encoder, _progress(f"features by {config.encoder}", dataset))
+    job = features_job(dataset, encoder)
     if part is not None:
         return job.write_part(part)
     say(f"{job.name}: {len(dataset):,} rows of {job.run().shape[0]}")
@@ -108,7 +107,6 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
         fix = "leave duplicates out before that, in a new campaign"
         raise DataError(f"{store.location} is partitioned already", fix)
     dataset = campaign.dataset()
-    fingerprint_job(dataset, _progress(FINGERPRINTS, dataset)).run()
     duplicates = dedupe(dataset, config.data.dedupe or DedupeConfig(), config.partition.encoder)
     largest = max(Counter(duplicates.groups).values())
     rows: list[list[Cell]] = [
@@ -144,7 +142,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
 def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
     """Add the latents and, for condition `text`, text states or tokens; or write one part of them."""
     dataset, config, device = campaign.dataset(), campaign.config.data, str(own_device())
-    job = latents_job(dataset, autoencoder(config.vae, device), _progress("latents", dataset))
+    job = latents_job(dataset, autoencoder(config.vae, device))
     if part is not None:
         job.write_part(part)
     else:
@@ -152,8 +150,7 @@ def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
     if campaign.config.condition != "text":
         return
     encoder = text_encoder(config.text_encoder, config.text_length, device)
-    progress = _progress(f"text by {config.text_encoder}", dataset)
-    job = text_job(dataset, encoder, progress, config.precompute_text)
+    job = text_job(dataset, encoder, config.precompute_text)
     if part is not None:
         return job.write_part(part)
     each = f" of {encoder.width}" if config.precompute_text else ", encoded in training"
@@ -165,10 +162,6 @@ def encode_stage(campaign: Campaign, part: Part | None = None) -> None:
         if cut:
             most, longer = encoder.max_length, many(cut, "longer caption")
             say(f"note: training sees {most} tokens of {longer} (data.text_length)")
-
-
-def _progress(name: str, dataset: DataSet) -> Progress:
-    return Progress(name, len(dataset.shards), unit="shards")
 
 
 def prepare(campaign: Campaign) -> Partition:
@@ -212,7 +205,7 @@ def prepare_data(
     if stale - encoded:
         embed_stage(campaign, part)
     if dedupes and part is not None:
-        fingerprint_job(dataset, _progress(FINGERPRINTS, dataset)).write_part(part)
+        fingerprint_job(dataset).write_part(part)
     elif dedupes:
         dedupe_stage(campaign)
     if encoded:

@@ -9,9 +9,11 @@ import torch
 from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
 from atoll.base.pictures import picture_place
-from atoll.campaign.folder import Campaign
+from atoll.campaign.folder import FROZEN, Campaign
 from atoll.model.model import Model
+from atoll.model.opened import is_hub_name
 from atoll.model.pictures import Pictures
+from atoll.store.store import Store
 
 
 def campaign_model(
@@ -28,6 +30,13 @@ def campaign_model(
     options = {"residency": config.sampling.residency, "encoders": config.encoders, **options}
     how = {"device": device, "generation": config.sampling, "trusted": trusted, **options}
     return Model.load(campaign.store, name, **how)
+
+
+def load_model(source: str, name: str = "ensemble", **options: Any) -> Model:
+    """A model of a campaign, by its settings, or of an exported folder or hub name."""
+    if is_hub_name(source) or not Store.open(source).exists(FROZEN):
+        return Model.load(source, name, **options)
+    return campaign_model(Campaign.open(source), name, **options)
 
 
 def sample_campaign(

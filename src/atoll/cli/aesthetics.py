@@ -80,6 +80,8 @@ def score(
 
     if (scorer is None) == (table is None):
         raise click.UsageError("give --scorer or --from, one of them")
+    if sensitive and table is None:
+        raise click.UsageError("--sensitive is for --from: a scorer's scale says which scores are")
     # A folder holds pictures unless a campaign lies in it.
     folder = Path(pictures)
     is_folder = "://" not in pictures and folder.is_dir() and not (folder / "campaign.yaml").exists()

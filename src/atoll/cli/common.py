@@ -66,7 +66,7 @@ def sharded(command: Callable[..., None]) -> Callable[..., None]:
         if on != "local" and part is None:
             if "" in named:
                 raise AtollError(f"--on {on} needs a campaign", "name one, or leave --on out")
-            opened = {name: open_campaign(name, options["sets"]) for name in named}
+            opened = {name: open_campaign(name, options.get("sets", ())) for name in named}
         words, given = list[str](), iter(sys.argv[1:])
         for word in given:  # a worker, and the job that comes after all of them, are to start no others
             if word.partition("=")[0] not in ("--workers", "--on"):

@@ -6,7 +6,7 @@ import click
 
 from atoll.base.part import Part
 from atoll.campaign.roles import BASELINE
-from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, ON, PART, STEPS, WORKERS, open_campaign, work_is_left
+from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, STEPS, open_campaign, sharded
 
 
 @click.group()
@@ -36,16 +36,12 @@ def index(campaign: str, **how: Any) -> None:
 @concepts.command("tag")
 @CAMPAIGN
 @click.argument("tagger", metavar="labels|linear|clip:NAME|FILE")
-@WORKERS
-@PART
-@ON
-def tag(campaign: str, tagger: str, workers: int, part: Part | None, on: str) -> None:
+@sharded
+def tag(campaign: str, tagger: str, part: Part | None) -> None:
     """Find concepts in pictures: class labels, a linear tagger, a CLIP, or a FILE of tags."""
     from atoll.curate.audit import tag_stage
 
-    opened = open_campaign(campaign)
-    if work_is_left(opened, workers, part, on, "concepts", "tag", opened.store.location, tagger):
-        tag_stage(opened, tagger, part)
+    tag_stage(open_campaign(campaign), tagger, part)
 
 
 @concepts.command("audit")

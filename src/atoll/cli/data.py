@@ -31,11 +31,10 @@ def dedupe(campaign: str, sets: tuple[str, ...]) -> None:
 @click.option("--card", is_flag=True, help="Write the data set's README.md for the Hugging Face hub.")
 def show(campaign: str, page: Path | None, card: bool) -> None:
     """What the data set holds: sizes, captions, licences, splits, rejects, duplicates, columns."""
-    from atoll.base.console import Progress
     from atoll.data.contents import contents, lines
 
     opened = open_campaign(campaign)
-    summary = contents(opened.data_store(), progress=Progress("rows", 1, unit="shards"))
+    summary = contents(opened.data_store())
     for line in lines(summary):
         say(line)
     if page is not None:

@@ -70,8 +70,7 @@ def new(folder: str, recipe: str | None, origin: str | None, sets: tuple[str, ..
     from atoll.campaign.folder import new as write
     from atoll.recipes.catalogue import text
 
-    recipe = recipe or ("high-resolution" if origin else "cpu")
-    say(f"wrote {write(folder, text(recipe), sets, origin)}")
+    say(f"wrote {write(folder, text(recipe or ('high-resolution' if origin else 'cpu')), sets, origin)}")
 
 
 @atoll.command()
@@ -221,12 +220,13 @@ def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
 @CAMPAIGN
 @click.option("--quarantine", metavar="K,K,...", default="", help="Leave these experts out, this time.")
 @click.option("--trusted", metavar="KEY", multiple=True, help="Take only what this (PEM) signed; repeatable.")
-def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...]) -> None:
+@SETS
+def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...], sets: tuple[str, ...]) -> None:
     """Write ensemble/ from what is published, complete or partial."""
     from atoll.campaign.assemble import assemble as put_together
 
     left_out = _numbers(quarantine, "--quarantine") if quarantine else ()
-    put_together(open_campaign(campaign), left_out, trusted or None)
+    put_together(open_campaign(campaign, sets), left_out, trusted or None)
 
 
 @atoll.command()
@@ -264,9 +264,10 @@ def sample(
 
     Options are short for settings: --steps 20 for --set sampling.steps=20. Others take --set alone.
     """
-    from atoll.base.safe_parse import read_lines
+    from atoll.base.safe_parse import read_text
 
-    prompts += tuple(filter(None, map(str.strip, read_lines(listed)))) if listed is not None else ()
+    if listed is not None:
+        prompts += tuple(filter(None, map(str.strip, read_text(listed).splitlines())))
     opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
     from atoll.campaign.sample import sample_campaign
 
@@ -331,7 +332,6 @@ def evaluate(campaign: str | None, listed: bool, part: Any, **options: Any) -> N
     arguments, sets = request.requested(options)
     opened = open_campaign(campaign, sets) if campaign is not None else None
     config = request.alone(sets) if opened is None else opened.config.evaluate
-    request.check_metrics(config.metrics)
     from atoll.measure.points import evaluate as measure
 
     measure(opened, config, part=part, **arguments)
@@ -459,10 +459,11 @@ def run_command(run: Callable[[], Any]) -> int:
 
 def _unexpected(error: Exception) -> str:
     reason = first_line(error)[:300]
-    if isinstance(error, MemoryError):
-        return "there is not enough memory: ask for less at once, or for fewer samples or steps"
+    whole = f"{type(error).__name__}: {reason}"
+    if "MemoryError" in whole or "can't allocate memory" in whole:  # Python's, torch's of a GPU and of a CPU
+        return f"{reason}: train.parallel.micro_batch, sampling.residency.experts or fewer images take less"
     if isinstance(error, RecursionError):
         return "something is nested too deeply: look at the last file that was read"
     if isinstance(error, OSError):
         return f"{reason}: check the path, its permissions and the free space"
-    return f"{type(error).__name__}: {reason}: please report it with the traceback"
+    return f"{whole}: please report it with the traceback"

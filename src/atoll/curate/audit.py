@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from atoll.base.config import Config
-from atoll.base.console import Progress, say
+from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.part import Part
-from atoll.base.safe_parse import read_lines
+from atoll.base.safe_parse import read_text
 from atoll.base.table import Column as TableColumn
-from atoll.base.table import Table, measured, text
+from atoll.base.table import Table, column, text
 from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
@@ -83,15 +83,13 @@ class ConceptCounts(File):
         if len(self.rows) != len(other.rows):
             what = f"counts of {len(self.rows)} and {len(other.rows)} clusters cannot be added"
             raise DataError(what, "count both by one partition")
-        added: dict[str, Any] = {}
-        for name in ("rows", "text", "image", "both", "comparable", "misaligned"):
-            first, second = getattr(self, name), getattr(other, name)
-            if first is None or second is None:
-                added[name] = None
-                continue
-            total = (np.array(first, dtype=np.int64) + np.array(second, dtype=np.int64)).tolist()
-            added[name] = tuple(total) if isinstance(first, tuple) else total
-        return self.model_copy(update=added)
+
+        def total(first: Any, second: Any) -> Any:  # pictures of neither were tagged, or of both
+            both = first and np.add(first, second).tolist()
+            return tuple(both) if isinstance(first, tuple) else both
+
+        names = ("rows", "text", "image", "both", "comparable", "misaligned")
+        return self.model_copy(update={n: total(getattr(self, n), getattr(other, n)) for n in names})
 
     @property
     def tables(self) -> dict[str, I64]:
@@ -167,13 +165,13 @@ class Spread(Config):
 
     hits: str
     """What was counted."""
-    absent: float = measured(unit="share")
+    absent: float = column(unit="share")
     """Concepts without any row."""
     median: float
     """Rows of the median concept."""
-    top: float = measured(unit="share")
+    top: float = column(unit="share")
     """Hits that the most frequent hundredth of the concepts has."""
-    evenness: float = measured(digits=2)
+    evenness: float = column(digits=2)
     """Mean over hits of how evenly a concept lies on the clusters: 0 where one has all, 1 as the rows do."""
 
 
@@ -218,9 +216,8 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
         captions = dataset.take(dataset.split("train"))["caption"].to_pylist()
         vocabulary = Vocabulary.of_captions(captions, least, match)
     else:
-        vocabulary = Vocabulary.of_lines(read_lines(path), path.name, match)
-    progress = Progress("concepts in captions", len(dataset.shards), unit="shards")
-    column = concepts.index(dataset, vocabulary, progress)
+        vocabulary = Vocabulary.of_lines(read_text(path).splitlines(), path.name, match)
+    column = concepts.index(dataset, vocabulary)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
     say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
     say(
@@ -255,8 +252,7 @@ def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None
     else:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
-    progress = Progress("concepts in pictures", len(dataset.shards), unit="shards")
-    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, progress, part)) is None:
+    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, part)) is None:
         return
     say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 
@@ -281,19 +277,6 @@ def add_stage(paths: Sequence[str], out: str) -> None:
     _write(Store.open(out, create=True), reduce(add, counts))
 
 
-class Expert(Config):
-    """What one expert sees."""
-
-    expert: int
-    """Number of the cluster."""
-    rows: int
-    """Its training rows."""
-    sees: float = measured(unit="share", digits=3)
-    """Concepts that it ever sees."""
-    typical: str | None
-    """Concepts that tell its rows from the others', by the z score of their share."""
-
-
 def _write(store: Store, counts: ConceptCounts) -> None:
     """Write `counts.json`, `counts.csv` and the report's table, and print what they say."""
     rows, tables = np.array(counts.rows), counts.tables
@@ -315,26 +298,22 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     store.put(TABLE, Table("counts", "", tuple(map(TableColumn, heads)), lines).to_csv())
     store.put_json(COUNTS, counts.to_json())
 
-    experts = [
-        Expert(
-            expert=number,
-            rows=size,
-            sees=float((column > 0).mean()),
-            typical=", ".join(counts.concepts[c] for c in chosen) or None,
-        )
-        for number, (size, column, chosen) in enumerate(
-            zip(counts.rows, deciding.T, telling(deciding, rows), strict=True)
-        )
-    ]
+    # Of every expert: rows, the share of the concepts that it ever sees, and those that tell its rows from
+    # the others', by the z score of their share.
+    columns, experts = ["expert", "rows", "sees", TOP_WORDS], list[list[Any]]()
+    for number, (seen, own) in enumerate(zip(deciding.T, telling(deciding, rows), strict=True)):
+        typical = ", ".join(counts.concepts[concept] for concept in own) or None
+        experts.append([number, counts.rows[number], f"{(seen > 0).mean():.1%}", typical])
     ReportTable(
         title="Concepts of the experts",
         text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
-        columns=["expert", "rows", "sees", TOP_WORDS],
-        rows=[[row.expert, row.rows, f"{row.sees:.1%}", row.typical] for row in experts],
+        columns=columns,
+        rows=experts,
     ).write(store, CONCEPTS)
     spreads = [spread(name, table, rows) for name, table in tables.items()]
     say("\n".join(text(Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"))))
-    say("\n".join(text(Table.of(Expert, experts))))
+    shown = [dict(zip(columns, row, strict=True)) for row in experts]
+    say("\n".join(text(Table("", "", tuple(map(TableColumn, columns)), shown))))
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
         say(

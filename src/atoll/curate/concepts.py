@@ -21,13 +21,14 @@ from numpy.typing import ArrayLike
 from pyarrow import csv
 from torch import Tensor
 
+from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError, first_line
 from atoll.base.format import File
 from atoll.base.hashing import digest, sha256
 from atoll.base.part import Part
 from atoll.base.safe_parse import read_bytes, read_json
 from atoll.base.text import NO_NOUNS, words_of
-from atoll.data.columns import Column, Progress
+from atoll.data.columns import Column
 from atoll.data.dataset import CAPTION, DataSet, read_parquet
 from atoll.data.job import ColumnJob
 from atoll.encoders.vision import ClipEncoder, extractor
@@ -209,7 +210,7 @@ class Finder:
         return sorted(numbers)
 
 
-def index(dataset: DataSet, vocabulary: Vocabulary, progress: Progress | None = None) -> Column:
+def index(dataset: DataSet, vocabulary: Vocabulary) -> Column:
     """Write (or find) the column of the concepts in every caption: their numbers, int32, ragged."""
     finder = Finder(vocabulary)
 
@@ -219,7 +220,7 @@ def index(dataset: DataSet, vocabulary: Vocabulary, progress: Progress | None = 
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary)}
     if dataset.has_column(CAPTION):  # new captions hold other concepts
         producer["captions"] = digest(dataset.column(CAPTION).meta.producer)
-    return dataset.write_column(TEXT, producer, compute, kind="ragged", progress=progress)
+    return dataset.write_column(TEXT, producer, compute, kind="ragged")
 
 
 def ragged(rows: Iterable[list[int]]) -> dict[str, torch.Tensor]:
@@ -241,12 +242,7 @@ Tagger = dict[str, Any]
 
 
 def write_hits(
-    dataset: DataSet,
-    vocabulary: Vocabulary,
-    tagger: Tagger,
-    hits: Hits,
-    progress: Progress | None = None,
-    part: Part | None = None,
+    dataset: DataSet, vocabulary: Vocabulary, tagger: Tagger, hits: Hits, part: Part | None = None
 ) -> Column | None:
     """Write (or find) both columns, or one part of them; the second is returned when it is there.
 
@@ -254,7 +250,7 @@ def write_hits(
     """
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary), "tagger": tagger, "floor": FLOOR}
 
-    # Both columns are of one pass over the pictures; a cache of more shards would hold a whole data set.
+    # A cache of more shards would hold a whole data set.
     @lru_cache(maxsize=1)
     def kept(shard: int) -> list[dict[int, float]]:
         return [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
@@ -267,8 +263,21 @@ def write_hits(
     def concepts(shard: int) -> dict[str, Tensor]:
         return ragged(list(row) for row in kept(shard))
 
-    for name, compute, shown in ((PROBABILITIES, probabilities, None), (IMAGE, concepts, progress)):
-        job = ColumnJob(dataset, name, producer, compute, None, "ragged", shown)
+    jobs = [
+        ColumnJob(dataset, name, producer, compute, None, "ragged")
+        for name, compute in ((PROBABILITIES, probabilities), (IMAGE, concepts))
+    ]
+    left = [job for job in jobs if job.result() is None]
+    for job in left:
+        job.begin()
+    # Both columns shard by shard, so that every picture is looked at once.
+    own = range(len(dataset.shards)) if part is None else range(part.number, len(dataset.shards), part.total)
+    progress = Progress("concepts in pictures", len(own), unit="shards")
+    for done, shard in enumerate(own if left else (), 1):
+        for job in left:
+            job.write_shards([shard])
+        progress(done)
+    for job in jobs:
         if part is None:
             job.run()
         else:
@@ -311,7 +320,11 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
     data, formats = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
     try:
         if path.suffix == ".csv":
-            table = csv.read_csv(pa.BufferReader(data))
+            # Names of digits, such as 000000012, are names.
+            names = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
+            table = csv.read_csv(
+                pa.BufferReader(data), convert_options=csv.ConvertOptions(column_types=names)
+            )
         elif path.suffix in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
             rows = [read_json(line) for line in data.splitlines() if line.strip()]
@@ -413,6 +426,7 @@ def linear(
         ]
 
     settings = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
+    settings |= {"hits": text.meta.producer, "train": sha256(train.tobytes())}
     return {**settings, "rows": dataset.id_hash, "concepts seen": len(seen)}, hits
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,55 +34,33 @@ class Estimate(NamedTuple):
         return f"{self.value:.4g} (95 % {self.low:.4g} to {self.high:.4g})"
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Performance over the logarithm of the frequency; see `FrequencyFit` for the fields."""
-
-    concepts: int
-    slope: Estimate
-    pearson: Estimate
-    spearman: Estimate
-    binned: float | None
-
-    def examples_for(self, gain: float) -> Estimate:
-        """How many times the examples a gain takes; infinite where there is no rising trend."""
-
-        def times(slope: float) -> float:
-            exponent = gain / slope if slope > 0 else math.inf
-            # A power of floats that is too large is an OverflowError in Python, not infinity.
-            return 10.0**exponent if exponent < 300 else math.inf
-
-        # The ends change places: of a steeper slope fewer examples are asked.
-        return Estimate(times(self.slope.value), times(self.slope.high), times(self.slope.low))
-
-
 class FrequencyFit(File):
     """`fit.json`: how performance goes with the frequency of concepts."""
 
     FORMAT, PLACE, ERROR = "atoll/concept-fit", "reports/concepts/fit.json", DataError
     REMEDY = "run 'atoll concepts fit' again"
 
-    counts: str
+    counts: str = ""
     """Name of the table and column of the frequencies."""
-    results: str
+    results: str = ""
     """Name of the table and column of the performances."""
-    where: list[str]
+    where: list[str] = []
     """What rows were chosen by."""
     concepts: int
     """Those in both tables."""
-    unmatched: int
+    unmatched: int = 0
     """Those with a result and no count."""
-    slope: tuple[float, float, float]
+    slope: Estimate
     """Performance gained by ten times the examples, with its 95 % interval."""
-    pearson: tuple[float, float, float]
+    pearson: Estimate
     """Correlation with the logarithm of the count."""
-    spearman: tuple[float, float, float]
+    spearman: Estimate
     """Correlation of the ranks."""
     binned: float | None
     """Correlation of the means of the paper's twelve bins."""
 
 
-def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int = 0) -> Fit:
+def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int = 0) -> FrequencyFit:
     """Fit performance `(N,)` to ln(max(count, 1)) `(N,)` by least squares.
 
     `DataError` for fewer than three concepts, values that are no numbers or negative, or one value only.
@@ -118,7 +95,8 @@ def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int 
     low, high = np.percentile(drawn if drawn.size else np.full((3, 1), math.nan), [2.5, 97.5], axis=1)
     values = np.concatenate(statistics(np.arange(len(x))[None]))
     slope, pearson, spearman = map(Estimate, values.tolist(), low.tolist(), high.tolist())
-    return Fit(len(x), slope, pearson, spearman, binned(x, y))
+    own = binned(x, y)
+    return FrequencyFit(concepts=len(x), slope=slope, pearson=pearson, spearman=spearman, binned=own)
 
 
 def binned(counts: F64, performance: F64, bins: int = 12) -> float | None:
@@ -138,7 +116,7 @@ def binned(counts: F64, performance: F64, bins: int = 12) -> float | None:
 
 def fit_stage(
     counts: Path, results: Path, where: Sequence[str], columns: tuple[str | None, str | None], out: str
-) -> Fit:
+) -> FrequencyFit:
     """Fit results to counts, both by concept; write `fit.json` and print it.
 
     Both tables have `concept`. Other columns of words that both have, such as a data set's name, join them
@@ -179,15 +157,10 @@ def fit_stage(
     keys = ["concept", *(name for name in words if name != "concept" and name not in fixed)]
     x, y = (_values(table, keys, number) for table, number in zip(tables, numbers, strict=True))
     both = [key for key in y if key in x]
-    fitted, unmatched = fit([x[key] for key in both], [y[key] for key in both]), len(y) - len(both)
-    file = FrequencyFit(
-        counts=f"{counts.name}, {numbers[0]}",
-        results=f"{results.name}, {numbers[1]}",
-        where=list(where),
-        unmatched=unmatched,
-        **asdict(fitted),
-    )
-    Store.open(out, create=True).put_json(FrequencyFit.PLACE, file.to_json())
+    about = {"counts": f"{counts.name}, {numbers[0]}", "results": f"{results.name}, {numbers[1]}"}
+    rest = {"where": [*where], "unmatched": (unmatched := len(y) - len(both))}
+    fitted = fit([x[key] for key in both], [y[key] for key in both]).model_copy(update={**about, **rest})
+    Store.open(out, create=True).put_json(FrequencyFit.PLACE, fitted.to_json())
 
     say(f"{len(both):,} concepts" + (f"; {unmatched:,} results have no count" if unmatched else ""))
     say(f"  ten times the examples: {fitted.slope}")
@@ -195,7 +168,8 @@ def fit_stage(
     figure = "none" if fitted.binned is None else f"{fitted.binned:.4f}"
     say(f"  correlation of the means of twelve bins, as published: {figure}")
     if fitted.slope.low > 0:
-        say(f"  ten more of performance cost {fitted.examples_for(10).value:,.3g} times the examples")
+        times = 10 ** min(300.0, 10 / fitted.slope.value)  # a larger power is an OverflowError
+        say(f"  ten more of performance cost {times:,.3g} times the examples")
     elif fitted.slope.high > 0:
         say("  no trend: the interval holds 0")
     return fitted
@@ -206,6 +180,8 @@ def _values(table: pa.Table, keys: Sequence[str], number: str) -> dict[tuple[str
     for row in table.select([*keys, number]).drop_null().to_pylist():
         # "Hot_Dog" and "hot dog" are one concept.
         key = (" ".join(words_of(str(row["concept"]).replace("_", " "))), *(str(row[k]) for k in keys[1:]))
+        if not math.isfinite(row[number]):
+            raise DataError(f"{' / '.join(key)} has {row[number]}, which is no number", "leave it out")
         if values.setdefault(key, float(row[number])) != row[number]:
             what = f"{' / '.join(key)} stands twice in the table, as {values[key]:g} and {row[number]:g}"
             raise DataError(what, "choose rows by --where")

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
-from atoll.base.safe_parse import read_lines
+from atoll.base.hashing import sha256
+from atoll.base.safe_parse import read_text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
@@ -123,7 +124,7 @@ def filter_stage(
     # Rows of protected concepts, whatever they score.
     vocabulary = vocabulary_of(campaign) if protect or campaign.store.exists(Vocabulary.PLACE) else None
     if protect is not None and vocabulary is not None:
-        named = [line.strip() for line in read_lines(protect) if line.strip()]
+        named = [line.strip() for line in read_text(protect).splitlines() if line.strip()]
         unknown = [name for name in named if vocabulary.number(name) is None]
         numbers = [number for name in named if (number := vocabulary.number(name)) is not None]
         if unknown or not named:
@@ -163,10 +164,10 @@ def filter_stage(
     # Held-out rows keep their weight: what measures must not change with what is trained on.
     heldout = np.ones(len(dataset), dtype=bool)
     heldout[train] = False
-    producer = {"name": "filter", "keep": [*keep], "per_cluster": per_cluster}
-    write_weights(
-        dataset, {**producer, "protect": bool(protect), "times": times}, weights * (chosen | heldout)
-    )
+    weights = weights * (chosen | heldout)
+    producer = {"name": "filter", "keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect)}
+    # The values too, since scores and concepts may be others under the same conditions.
+    write_weights(dataset, {**producer, "times": times, "values": sha256(weights.tobytes())}, weights)
     rule = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
     heads = ["of", "rows", "kept", "share"]
     ReportTable(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
@@ -252,6 +253,7 @@ def rebalance_stage(
     held = dataset.column("split").read(np.arange(len(dataset))).numpy() != 0
     weights = np.where(held & (weights == 0), np.float32(1), weights)
     producer = {"name": "rebalance", "t": t, "per_expert": per_expert, "other": other}
-    write_weights(dataset, {**producer, "vocabulary": vocabulary.hash}, weights)
+    producer |= {"vocabulary": vocabulary.hash, "values": sha256(weights.tobytes())}
+    write_weights(dataset, producer, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
     return weights

@@ -41,11 +41,6 @@ class ShareBounds:
             high = np.minimum(high, config.max_share)
         return cls(np.maximum(low, config.min_share or 0), high)
 
-    @classmethod
-    def none(cls, k: int) -> "ShareBounds":
-        """No bounds: every cluster may hold anything."""
-        return cls(np.zeros(k), np.ones(k))
-
     def check(
         self, weights: NDArray[Any], row: float = 0.0, why: str = "rows that are alike stay together"
     ) -> None:

@@ -25,7 +25,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     """K coarse centroids `(K, D)` of a sample of normalised features `(N, D)`, the largest cluster first."""
     if not np.isfinite(features).all():
         raise PartitionError(
-            "the features hold NaN or infinity", "embed again: atoll data audit names the shard"
+            "the features hold NaN or infinity",
+            "remove their folder below columns/ and embed again; atoll data audit names the shard",
         )
     distinct = len(np.unique(features[: 64 * k + 4096], axis=0))
     if distinct < k:  # the first rows may be alike; all of them are looked at only then

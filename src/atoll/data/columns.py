@@ -30,7 +30,6 @@ Kind = Literal["fixed", "ragged"]
 Key = TypeVar("Key", bound=Hashable)
 Compute = Callable[[int], Mapping[str, Tensor]]
 Extras = Mapping[str, Mapping[str, Tensor]]
-Progress = Callable[[int, int], None]
 Bytes = NDArray[np.uint8]
 Form = tuple[str, list[int], int]
 """Type and shape of a column's values, and its longest sequence."""

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from atoll.base.console import Progress
 from atoll.base.errors import AtollError, DataError
 from atoll.base.text import printable, shorten, size
-from atoll.data.columns import Column, Progress
+from atoll.data.columns import Column
 from atoll.data.dataset import MANIFEST, SPLITS, DataSet, ImageReader, short_hashes
 from atoll.data.duplicates import COLUMN
 from atoll.data.formats import IngestNote, Manifest, Shard, ShardNote
@@ -78,7 +79,7 @@ class Contents:
         return sum(entry.bytes for entry in entries if entry is not None)
 
 
-def contents(store: Store, rows: bool = True, progress: Progress | None = None) -> Contents:
+def contents(store: Store, rows: bool = True) -> Contents:
     """Look at a data set, or at as much of it as an ingest has written; at every row too, if `rows`."""
     if store.exists(MANIFEST) or not store.exists("ingest.json"):
         summary = Contents(DataSet.open(store), finished=True)
@@ -105,7 +106,7 @@ def contents(store: Store, rows: bool = True, progress: Progress | None = None) 
             summary.columns = [column for column in summary.columns if column.name != name]
             summary.columns.append(ColumnFacts(name, f"damaged: {error}"))
     if rows:
-        _look_at_rows(summary, progress)
+        _look_at_rows(summary)
     return summary
 
 
@@ -142,10 +143,11 @@ def _look_at_column(summary: Contents, name: str) -> None:
         summary.duplicates = int((counts == 0).sum()), int(counts.max())
 
 
-def _look_at_rows(summary: Contents, progress: Progress | None) -> None:
+def _look_at_rows(summary: Contents) -> None:
     dataset, hashes, frequent = summary.dataset, [np.empty(0, np.uint64)], Counter[str]()
     licence = str(dataset.manifest.source.get("licence", "not stated"))
     labels: set[int] = set()
+    progress = Progress("rows", len(dataset.shards), unit="shards")
     for shard in range(len(dataset.shards)):
         try:
             table = dataset.shard_table(shard)
@@ -171,8 +173,7 @@ def _look_at_rows(summary: Contents, progress: Progress | None) -> None:
                 counter.update(_counts(pc.if_else(pc.equal(values, ""), "not stated", values)))
             elif usual:
                 counter[usual] += len(table)
-        if progress is not None:
-            progress(shard + 1, len(dataset.shards))
+        progress(shard + 1)
     summary.labels = len(labels)
     values, counts = np.unique(np.concatenate(hashes), return_counts=True)
     summary.distinct = len(values)
@@ -267,7 +268,9 @@ def audit(dataset: DataSet) -> list[str]:
                     problems.append(f"{where} holds {rows} rows; the manifest says {shard.rows}")
         for column in columns:
             with noted():
-                column.tensors(number)
+                values = column.tensors(number)["values"]
+                if values.is_floating_point() and not bool(values.isfinite().all()):
+                    problems.append(f"column {column.meta.name!r}, shard {number} holds NaN or infinity")
         try:
             for name in dataset.shard_table(number, ["id"]).column("id").to_pylist():
                 if name in ids:

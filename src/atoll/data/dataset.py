@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.base.errors import AtollError, DataError, first_line
 from atoll.base.hashing import digest, digest_strings
-from atoll.data.columns import Column, Compute, Extras, Kind, Progress, Rows, by_shard
+from atoll.data.columns import Column, Compute, Extras, Kind, Rows, by_shard
 from atoll.data.formats import ColumnMeta, Manifest
 from atoll.data.job import ColumnJob, remove_others
 from atoll.store.manifest import check_file, read_file
@@ -290,10 +290,9 @@ class DataSet:
         compute: Compute,
         extras: Extras | None = None,
         kind: Kind = "fixed",
-        progress: Progress | None = None,
     ) -> Column:
         """Compute a column, or find it; see `ColumnJob`."""
-        ColumnJob(self, name, producer, compute, extras, kind, progress).run()
+        ColumnJob(self, name, producer, compute, extras, kind).run()
         return self.column(name)
 
     def write_values(self, name: str, producer: dict[str, Any], values: NDArray[Any]) -> Column:

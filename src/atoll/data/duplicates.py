@@ -24,7 +24,7 @@ from scipy.fft import dctn
 from atoll.base.console import say
 from atoll.base.errors import DataError
 from atoll.data.cluster import fit, nearest_centroid, normalise
-from atoll.data.columns import Column, Progress, Rows, some_rows
+from atoll.data.columns import Column, Rows, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.ingest import write_split
 from atoll.data.job import ColumnJob
@@ -87,7 +87,7 @@ def dedupe_producer(dataset: DataSet, config: DedupeConfig, encoder: str) -> dic
     return {"name": "dedupe", **config.model_dump(), "features": compared}
 
 
-def fingerprint_job(dataset: DataSet, progress: Progress | None = None) -> ColumnJob:
+def fingerprint_job(dataset: DataSet) -> ColumnJob:
     """The column `looks`, uint8 `(rows, 8 + 3 * SIDE**2 + FINE**2)`: hash and thumbnails of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def fingerprint_job(dataset: DataSet, progress: Progress | None = None) -> Colum
         return {"values": torch.from_numpy(values)}
 
     producer = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
-    return ColumnJob(dataset, LOOKS, producer, compute, progress=progress)
+    return ColumnJob(dataset, LOOKS, producer, compute)
 
 
 def fingerprint(image: Image.Image) -> NDArray[np.uint8]:

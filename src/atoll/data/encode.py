@@ -10,7 +10,7 @@ from PIL import Image
 
 from atoll.base.errors import DataError
 from atoll.base.text import many
-from atoll.data.columns import Progress, ragged
+from atoll.data.columns import ragged
 from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.job import ColumnJob
 from atoll.data.settings import CaptionerConfig, features_column
@@ -36,26 +36,23 @@ def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
     return producer
 
 
-def features_job(dataset: DataSet, encoder: VisionEncoder, progress: Progress | None = None) -> ColumnJob:
+def features_job(dataset: DataSet, encoder: VisionEncoder) -> ColumnJob:
     """The features `(rows, D)` float16 of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
         return {"values": _in_batches(encoder.encode, dataset.iter_images(shard, encoder.sized), 64)}
 
-    name = features_column(encoder.name)
-    return ColumnJob(dataset, name, encoder.producer(), compute, progress=progress)
+    return ColumnJob(dataset, features_column(encoder.name), encoder.producer(), compute)
 
 
-def latents_job(
-    dataset: DataSet, vae: Autoencoder, progress: Progress | None = None, batch: int = 32
-) -> ColumnJob:
+def latents_job(dataset: DataSet, vae: Autoencoder) -> ColumnJob:
     """The latents `(rows, C, H, W)` float16, posterior mode, `(z - shift) * scale`.
 
     Where rows keep their aspect it is a ragged column: of each row H x W elements of C numbers.
     """
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": _in_batches(vae.encode, dataset.iter_images(shard), batch)}
+        return {"values": _in_batches(vae.encode, dataset.iter_images(shard), 32)}
 
     def compute_ragged(shard: int) -> dict[str, torch.Tensor]:
         assert dataset.buckets is not None
@@ -64,7 +61,7 @@ def latents_job(
         for size in np.unique(sizes, axis=0):  # one shape a batch
             numbers = (sizes == size).all(1).nonzero()[0].tolist()
             pictures = dataset.iter_images(shard, numbers=numbers)
-            latents = _in_batches(vae.encode, pictures, batch)
+            latents = _in_batches(vae.encode, pictures, 32)
             for number, row in zip(numbers, latents.flatten(2).transpose(1, 2), strict=True):
                 rows[number] = row
         return {"values": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
@@ -76,8 +73,8 @@ def latents_job(
             raise DataError(
                 what, f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
             )
-        return ColumnJob(dataset, "latents", origin(vae), compute_ragged, None, "ragged", progress)
-    return ColumnJob(dataset, "latents", origin(vae), compute, progress=progress)
+        return ColumnJob(dataset, "latents", origin(vae), compute_ragged, None, "ragged")
+    return ColumnJob(dataset, "latents", origin(vae), compute)
 
 
 def _in_batches(
@@ -95,9 +92,7 @@ def check_answers(dataset: DataSet, captioner: Captioner) -> None:
         raise DataError(what, "set another data.captioner.prompt or model")
 
 
-def caption_job(
-    dataset: DataSet, captioner: Captioner, config: CaptionerConfig, progress: Progress | None = None
-) -> ColumnJob:
+def caption_job(dataset: DataSet, captioner: Captioner, config: CaptionerConfig) -> ColumnJob:
     """The captions of all rows, UTF-8, ragged: made for those that have none, or for all."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
@@ -111,12 +106,10 @@ def caption_job(
         return ragged([[caption] for caption in captions], lambda text: torch.tensor([*text.encode()]).byte())
 
     producer = {**captioner.producer(), **config.producer()}
-    return ColumnJob(dataset, CAPTION, producer, compute, None, "ragged", progress)
+    return ColumnJob(dataset, CAPTION, producer, compute, None, "ragged")
 
 
-def text_job(
-    dataset: DataSet, encoder: TextEncoder, progress: Progress | None = None, precompute: bool = True
-) -> ColumnJob:
+def text_job(dataset: DataSet, encoder: TextEncoder, precompute: bool = True) -> ColumnJob:
     """The text states of all captions, float16, ragged; `null` is the state of "".
 
     Unless they are to be precomputed it is the column `tokens`, int32, and training encodes them. A caption
@@ -134,17 +127,18 @@ def text_job(
 
     # The null condition is the encoding of "" with its mask: an all-zero mask would be uniform attention.
     null, name = {"values": encoder.states([""])[""].half()}, "text" if precompute else "tokens"
-    return ColumnJob(dataset, name, origin(encoder), compute, {"null": null}, "ragged", progress)
+    return ColumnJob(dataset, name, origin(encoder), compute, {"null": null}, "ragged")
 
 
 def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     """All captions of every row of a shard, the main one first; `DataError` where there are none yet."""
     table = dataset.shard_table(shard)
     first = table.column("caption").to_pylist()
-    if "" in first and not dataset.has_column(CAPTION):
+    described = CAPTION in dataset.column_names()
+    if "" in first and not described:
         what = f"{many(first.count(''), 'row')} of shard {shard} have no caption"
         raise DataError(what, "set data.captioner.model=MODEL and run `atoll data caption`")
-    new = dataset.column(CAPTION).meta.producer if dataset.has_column(CAPTION) else {}
+    new = dataset.column(CAPTION).meta.producer if described else {}
     if "captions" not in table.column_names or new.get("replace"):
         return [[caption] for caption in first]
     every = table.column("captions").to_pylist()

@@ -26,7 +26,6 @@ from atoll.base.hashing import digest, sha256
 from atoll.base.pictures import png
 from atoll.base.rng import seed_of
 from atoll.base.text import Size, many
-from atoll.data.columns import Progress
 from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, short_hashes, to_parquet
 from atoll.data.decode import (
     BadImageError,
@@ -50,44 +49,23 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,94}")  # with ".json" 100 charac
 _OWN = re.compile(r"(rows|images)/\d{5,}\.(json|parquet|tar)")
 
 
-def ingest(
-    source: Source, store: Store, prefix: str, config: IngestConfig, progress: Progress | None = None
-) -> DataSet:
-    """Write a data set, or find it finished, or continue where an earlier call was killed.
+class IngestJob(ShardedJob[DataSet]):
+    """A data set on its way.
 
     `DataError` where no row is usable, the rows have one group only, or the folder holds something else: a
     data set of another source or other settings is never overwritten.
-    """
-    return IngestJob(source, store, prefix, config, progress).run()
-
-
-class IngestJob(ShardedJob[DataSet]):
-    """An ingest on its way; see `ingest`.
 
     A shard knows of no other, so ids that repeat across shards are settled when all are there: of the rows of
     one id the first is kept, and the shards of the others are written again without them.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        store: Store,
-        prefix: str,
-        config: IngestConfig,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, source: Source, store: Store, prefix: str, config: IngestConfig) -> None:
         store.sweep(prefix)
         self.about = source.describe()
         self.identity = digest({"source": self.about["fingerprint"], "config": config.model_dump()})
         self.source, self.config = source, config
-        total, size = len(source), config.shard_rows
-        count = -(-total // size)
-
-        def report(done: int, shards: int) -> None:
-            if progress is not None:
-                progress(min(done * size, total), total if shards == count else shards * size)
-
-        super().__init__(store, prefix, join(prefix, "rows"), [self.identity] * count, report)
+        count = -(-len(source) // config.shard_rows)
+        super().__init__(store, prefix, join(prefix, "rows"), [self.identity] * count, "ingest")
         kept = BUCKETS if config.buckets is not None else ()
         self.schema = row_schema([*self.about.get("columns", []), *kept])
         self.mode: Mode = "rgb"
@@ -341,18 +319,17 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     bound = share
     if share > 0:
         if low == high:
-            rejects = sum(dataset.manifest.rejects.values())
-            beside = f" ({many(rejects, 'other')} rejected, see {REJECTS})" if rejects else ""
             group = "give more images" if len(dataset) == 1 else "choose another data.ingest.group"
             raise DataError(
-                f"{many(len(dataset), 'row')}{beside} of one group cannot be both held out and trained on",
+                f"{many(len(dataset), 'row')} of one group cannot be both held out and trained on",
                 f"{group}, or set data.ingest.heldout and data.ingest.test to 0",
             )
         # Both sides need a group: the bound moves just over the lowest, or down to the highest.
         bound = min(max(share, math.nextafter(low, 1.0)), high)
     # Test rows are the lowest of the held-out ones: so `heldout` may be cut up later, and what was trained on
     # stays trained on.
-    sides = np.add(places < bound, places < config.test, dtype=np.int8)
+    test = min(config.test, bound) if config.heldout else bound
+    sides = np.add(places < bound, places < test, dtype=np.int8)
 
     settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}
     settings |= {"test": config.test} if config.test else {}

@@ -14,11 +14,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from atoll.base.console import say
+from atoll.base.console import Progress, say
 from atoll.base.errors import AtollError, DataError
 from atoll.base.hashing import digest
 from atoll.base.part import Part
-from atoll.data.columns import Compute, Extras, Kind, Progress, describe
+from atoll.data.columns import Compute, Extras, Kind, describe
 from atoll.data.formats import ColumnMeta, ShardNote
 from atoll.store.manifest import is_whole, named_entry, write_file
 from atoll.store.store import Store
@@ -34,14 +34,12 @@ class ShardedJob(Generic[Result]):
     """Shards to write, each followed by a note that makes it count, and a result that is put together last.
 
     Killed at any moment and run again, a job ends with the same bytes. `identities` are digests of what each
-    shard is made from: a note of another one does not count. `progress` hears of shards done, and of all.
+    shard is made from: a note of another one does not count. `title` names what is written, for people.
     """
 
-    def __init__(
-        self, store: Store, folder: str, notes: str, identities: Sequence[str], progress: Progress | None
-    ) -> None:
+    def __init__(self, store: Store, folder: str, notes: str, identities: Sequence[str], title: str) -> None:
         self.store, self.folder, self.notes, self.identities = store, folder, notes, identities
-        self.shards, self.progress = len(identities), progress
+        self.shards, self.title = len(identities), title
 
     def result(self) -> Result | None:
         """The result, if the job is finished and all its files are as they should be."""
@@ -92,7 +90,7 @@ class ShardedJob(Generic[Result]):
 
     def write_shards(self, numbers: Sequence[int]) -> list[ShardNote] | None:
         """Write those that are not there yet; None if the job was finished by another process."""
-        notes = list[ShardNote]()
+        notes, progress = list[ShardNote](), Progress(self.title, len(numbers), unit="shards")
         for number in numbers:
             note = ShardNote.find(self.store, self.key(number), self.identities[number])
             if note is None or not note.is_there(self.store, self.folder):
@@ -106,8 +104,7 @@ class ShardedJob(Generic[Result]):
                 # After the files: a note is the promise that they are there.
                 self.store.put_json(self.key(number), note.to_json())
             notes.append(note)
-            if self.progress is not None:
-                self.progress(len(notes), len(numbers))
+            progress(len(notes))
         return notes
 
 
@@ -131,7 +128,6 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         compute: Compute,
         extras: Extras | None = None,
         kind: Kind = "fixed",
-        progress: Progress | None = None,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
             raise DataError(f"{name!r} cannot name a column", "use letters, digits, '.', '_' and '-'")
@@ -141,7 +137,7 @@ class ColumnJob(ShardedJob[ColumnMeta]):
         self.maker = {"kind": kind, "producer": producer}
         self.content = [shard.content() for shard in dataset.shards]
         identities = [digest({**self.maker, "content": content}) for content in self.content]
-        super().__init__(dataset.store, folder, folder, identities, progress)
+        super().__init__(dataset.store, folder, folder, identities, name)
         self.name, self.kind, self.producer = name, kind, producer
         self.rows = [shard.rows for shard in dataset.shards]
         self.compute, self.extras = compute, extras or {}

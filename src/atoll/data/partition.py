@@ -8,8 +8,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from atoll.base.errors import DataError, PartitionError, nearest
@@ -24,7 +22,8 @@ from atoll.data.columns import Column, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
 from atoll.data.settings import PartitionConfig
-from atoll.store.store import Store
+from atoll.store.store import Damaged, Store
+from atoll.store.tensors import read_tensors
 
 TENSORS = "partition/centroids.safetensors"
 HASHED = {"method", "k", "seed", "encoder", "rows", "data"}
@@ -70,10 +69,6 @@ class Partition:
         """Whether the rows of a data set count as they did for the cut, but for those that opted out."""
         weights = _weights_hash(dataset.weights, weighted=bool(self.about.masses))
         return weights == (self.about.revision or self.about.weights)
-
-    def nearest(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Clusters of normalised features `(N, D)`."""
-        return cluster.nearest_centroid(features, self.centroids, self.prices)
 
     def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
         """Clusters of any rows by what decided this cut `(rows,)`."""
@@ -127,7 +122,8 @@ def make(
         centroids = cluster.fit(sample, config.k, config.fine, seed)
         if bounds is not None:
             # First without bounds: the inertia of these centroids says what the shares cost.
-            free, _ = balanced(sample, weights[rows], centroids, ShareBounds.none(config.k))
+            anything = ShareBounds(np.zeros(config.k), np.ones(config.k))
+            free, _ = balanced(sample, weights[rows], centroids, anything)
             centroids, prices = balanced(sample, weights[rows], free, bounds)
         clusters = _nearest(features, centroids, prices)
     elif config.method == "random":
@@ -260,19 +256,16 @@ def save(partition: Partition, store: Store, dataset: DataSet) -> None:
 def load(store: Store) -> Partition:
     """Read `partition/` back; `PartitionError` where it is not what its hash says."""
     about = PartitionFile.read(store, PartitionFile.PLACE)
-    damage, data = "", store.get(TENSORS)
+    damage = "its files do not match the hash in partition.json"
     try:
-        tensors: dict[str, NDArray[Any]] = {"prices": np.empty(0, np.float32)}
-        tensors |= {name: tensor.numpy() for name, tensor in load_tensors(data).items()}
-        clusters, centroids, prices = (tensors[name] for name in ("clusters", "centroids", "prices"))
-        typed = clusters.dtype == np.int64 and {centroids.dtype, prices.dtype} == {np.dtype(np.float32)}
-        if typed and _hash(about, clusters, centroids, prices) == about.hash:
-            return Partition(about, clusters, centroids, prices)
-        damage = "its files do not match the hash in partition.json"
-    except KeyError as error:
-        damage = f"{error} is missing"
-    except (SafetensorError, TypeError):  # TypeError: a type that numpy lacks
-        damage = "centroids.safetensors cannot be read"
+        read = read_tensors(store.get(TENSORS), TENSORS, "clusters", "centroids")
+        parts = read["clusters"], read["centroids"], read.get("prices", torch.empty(0))
+        if [part.dtype for part in parts] == [torch.int64, torch.float32, torch.float32]:
+            clusters, centroids, prices = (part.numpy() for part in parts)
+            if _hash(about, clusters, centroids, prices) == about.hash:
+                return Partition(about, clusters, centroids, prices)
+    except Damaged as error:
+        damage = error.what
     what = f"{store.name('partition')} is damaged: {damage}"
     raise PartitionError(what, "restore it from a copy, or start a new campaign")
 

@@ -149,13 +149,6 @@ class GlyphOptions(Config):
         return value
 
 
-class SourceOptions(RowOptions):
-    """How a source is read."""
-
-    glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
-    """Which images the source `glyphs` draws."""
-
-
 _FIVE = [(5, 4), (3, 2), (4, 3), (16, 9), (2, 1)]
 ASPECTS: dict[str, list[Size]] = {
     "eleven": [(1, 1), *_FIVE, *((height, width) for width, height in _FIVE)],
@@ -206,9 +199,11 @@ class BucketConfig(Config):
         return list(sizes)
 
 
-class IngestConfig(SourceOptions):
-    """How a source becomes a data set, with the options of the source."""
+class IngestConfig(RowOptions):
+    """How a source is read and becomes a data set."""
 
+    glyphs: GlyphOptions = Field(default_factory=GlyphOptions)
+    """Which images the source `glyphs` draws."""
     size: int = Field(default=256, ge=1, le=8192)
     """Image height and width in pixels, after a central square crop. With `buckets`, the side of a square
     with as many pixels."""
@@ -341,4 +336,7 @@ class PartitionConfig(Config):
 
 def features_column(encoder_name: str) -> str:
     """Name of the column that holds the features of an encoder."""
-    return "features-" + encoder_name.replace("/", "--")
+    name = "features-" + encoder_name.replace("/", "--")
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name):
+        return name
+    return f"{re.sub('[^A-Za-z0-9._-]', '-', name)[:100]}-{digest(encoder_name)[:16]}"  # such as a folder

@@ -72,8 +72,8 @@ def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence
     folders = []
     for part in parts:  # as a key of `store`, which may be wider than the one it was opened in
         name = part.store.name(part.prefix)
-        folder = store.key_of(name)
-        if folder is None:
+        folder = posixpath.relpath(name, store.location)
+        if folder.split("/")[0] == "..":
             raise DataError(f"{name} lies outside {store.location}", "join data sets of one store")
         folders.append(folder)
     shards = [

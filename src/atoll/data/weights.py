@@ -19,9 +19,10 @@ F32 = NDArray[np.float32]
 def out_for_good(dataset: DataSet) -> B1:
     """Whether each row is a duplicate, or opted out `(rows,)`."""
     rows, out = np.arange(len(dataset)), np.zeros(len(dataset), dtype=bool)
-    if dataset.has_column(DUPLICATES):
+    # By name: a column that cannot be read now must not bring rows back.
+    if DUPLICATES in dataset.column_names():
         out |= dataset.column(DUPLICATES).read(rows).numpy() != rows
-    if dataset.has_column(OPTED_OUT):
+    if OPTED_OUT in dataset.column_names():
         out |= dataset.column(OPTED_OUT).read(rows).numpy() != 0
     return out
 
@@ -45,7 +46,7 @@ def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, out: 
 
 def producer_of(dataset: DataSet) -> dict[str, Any]:
     """What made the weights, but for the rows that are out for good; empty where there are none."""
-    if not dataset.has_column(WEIGHTS):
+    if WEIGHTS not in dataset.column_names():
         return {}
     return {key: value for key, value in dataset.column(WEIGHTS).meta.producer.items() if key != "out"}
 

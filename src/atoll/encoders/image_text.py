@@ -27,11 +27,8 @@ def load_image_text(name: str) -> tuple[Any, Any]:
         model = transformers.AutoModelForImageTextToText.from_pretrained(
             name, use_safetensors=True, trust_remote_code=False
         )
-    try:
+    with loading("processor of", name, "add its files, or install the torchvision of your torch"):
         processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
-    except (ImportError, OSError, ValueError, AttributeError, TypeError) as error:
-        what = f"{name!r} has no processor that can be used here ({first_line(error)[:120]})"
-        raise ConfigError(what, "add its files, or install the torchvision of your torch") from None
     processor.tokenizer.padding_side = "left"
     return model, processor
 

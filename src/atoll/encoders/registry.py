@@ -225,17 +225,23 @@ def without_reports() -> Iterator[None]:
 
 def weights_hash(network: "nn.Module") -> str:
     """Digest of all parameters and buffers, so that what one network made is never taken for another's."""
-    return digest_tensors(dict(network.state_dict()))
+    import torch
+
+    # In float32: versions of transformers load one file in different types.
+    return digest_tensors(network.state_dict(), torch.float32)
 
 
 def rounded_hashes(network: "nn.Module") -> Mapping[str, str]:
     """Digests of the weights as saved in 16 bits, by the type of the numbers."""
-    # An exported copy is often saved so; by these it is still known as the encoder of the training.
     import torch
 
-    state, hashes = network.state_dict(), {}
-    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
-        hashes[name] = digest_tensors(
-            {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
-        )
-    return hashes
+    state = network.state_dict()
+    return {name: digest_tensors(state, getattr(torch, name)) for name in ("float16", "bfloat16")}
+
+
+def is_that_of(network: "nn.Module", producer: Mapping[str, Any]) -> bool:
+    """Whether it is the network that a producer names, or a copy of it that was saved in 16 bits."""
+    if weights_hash(network) == producer["hash"]:
+        return True
+    rounded = producer.get("rounded") or {}
+    return any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items())

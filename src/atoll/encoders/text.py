@@ -22,7 +22,9 @@ from atoll.encoders.registry import (
     SUFFIXES,
     TOWERS,
     check_config,
+    is_that_of,
     loading,
+    text_parts,
     weights_hash,
     without_reports,
 )
@@ -222,8 +224,9 @@ def text_encoder(
             import transformers
 
             transformers.utils.logging.disable_progress_bar()
-            network = _tower(config).from_pretrained(location, use_safetensors=True)
-            network = network.eval().requires_grad_(False).to(device)
+            network = _tower(config).from_pretrained(location, use_safetensors=True, dtype="auto")
+            kind = torch.float32 if device == "cpu" else None  # as published on a GPU
+            network = network.eval().requires_grad_(False).to(device, kind)
             folder = Path(location)
             beside = folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
             if not words and beside.is_dir() and not (folder / "tokenizer_config.json").is_file():
@@ -249,7 +252,8 @@ def text_encoder_of(
     """
     longest = max(0 if JOIN in producer["name"] else longest, producer["max_length"])
     encoder = text_encoder(producer["name"], longest, device, places)
-    if encoder.producer()["hash"] != producer["hash"]:
+    made = zip(encoder.towers, text_parts(producer).values(), strict=True)
+    if not all(is_that_of(tower.network, part) for tower, part in made):
         other = f"the text encoder {producer['name']!r} is not the one of the training"
         raise ConfigError(other, "install that one")
     return encoder

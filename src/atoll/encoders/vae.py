@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.base.device import encoding_precision, in_parts
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.pictures import to_images
-from atoll.encoders.registry import AUTOENCODERS, KNOWN, loading, weights_hash
+from atoll.encoders.registry import AUTOENCODERS, KNOWN, is_that_of, loading, weights_hash
 
 AT_ONCE = 4 * 2**20
 """Pixels that an autoencoder takes at once: its activations need about 600 bytes for each, in bf16."""
@@ -61,14 +61,10 @@ class Autoencoder:
 
         def encode(part: Tensor) -> Tensor:
             with encoding_precision(self.device):
-                encoded = network.encode(part.to(self.device))  # type: ignore[operator]
-            # The mode, not a draw: a column must be the same whenever it is written. AutoencoderDC calls its
-            # output `latent`, AutoencoderTiny `latents`; neither has a posterior.
-            if hasattr(encoded, "latent_dist"):
-                z = encoded.latent_dist.mode()
-            else:
-                z = encoded.latent if hasattr(encoded, "latent") else encoded.latents
-            return z.float().cpu()  # type: ignore[no-any-return]
+                (z,) = network.encode(part.to(self.device), return_dict=False)  # type: ignore[operator]
+            # The mode, not a draw: a column must be the same whenever it is written. AutoencoderDC and
+            # AutoencoderTiny have no posterior.
+            return (z if isinstance(z, Tensor) else z.mode()).float().cpu()
 
         z = in_parts(encode, images, max(1, AT_ONCE // images[0, 0].numel()))
         mean, std = self._mean_and_std(z)
@@ -170,7 +166,8 @@ def autoencoder_of(producer: Mapping[str, Any], device: str = "cpu", place: str 
     vae = autoencoder(place or producer["name"], device)
     vae.name = producer["name"]
     # Other weights under the same name would decode every picture a little wrong, and nothing would say so.
-    if any(producer.get(key) != value for key, value in vae.producer().items()):
+    other = [key for key, value in vae.producer().items() if key != "hash" and producer.get(key) != value]
+    if other or (vae.network is not None and not is_that_of(vae.network, producer)):
         raise ConfigError(f"the VAE {vae.name!r} is not the one that made the latents", "install that one")
     return vae
 

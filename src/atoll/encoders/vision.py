@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -126,13 +125,12 @@ def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> V
             raise ConfigError(f"{name!r} is no DINOv2 but {model_type}", "give one")
         network = _frozen(transformers.Dinov2Model.from_pretrained(name, use_safetensors=True), device)
 
-    def pool(net: Any, pixels: Tensor) -> Tensor:
-        # Patch tokens, as the method pools them; the class token is what distances are taken on.
-        states: Tensor = net(pixel_values=pixels).last_hidden_state
-        return states[:, 1:].mean(dim=1)
-
-    width, normalise = int(network.config.hidden_size), _standardised(_IMAGENET, device)
-    return VisionEncoder(name, network, size or 224, width, normalise, pool, device, kind="dinov2")
+    # Patch tokens, as the method pools them; the class token is what distances are taken on.
+    how = (
+        _standardised(_IMAGENET, device),
+        lambda net, x: net(x).last_hidden_state[:, 1:].mean(1),
+    )
+    return VisionEncoder(name, network, size or 224, network.config.hidden_size, *how, device, kind="dinov2")
 
 
 def extractor(name: str, size: int | None = None, device: str = "cpu") -> VisionEncoder:
@@ -191,12 +189,9 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
         raise ConfigError(f"the weights of {name!r} are not those that were published", fix)
     network.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
-    def pool(net: Any, pixels: Tensor) -> Tensor:
-        features: Tensor = net.extract_features(pixels)
-        return features.mean(dim=(2, 3))
-
     network, width = _frozen(network, device), network._fc.in_features
-    return VisionEncoder(name, network, size, width, lambda x: (x - 127.0) / 128.0, pool, device)
+    how = lambda x: (x - 127.0) / 128.0, lambda net, x: net.extract_features(x).mean(dim=(2, 3))
+    return VisionEncoder(name, network, size, width, *how, device)
 
 
 def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
@@ -209,10 +204,6 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     if size not in (None, side):
         raise ConfigError(f"{name!r} sees pictures of {side} px, not {size}", "leave the size out")
 
-    def pool(net: Any, pixels: Tensor) -> Tensor:
-        embeddings: Tensor = net.visual_projection(net.vision_model(pixels).pooler_output)
-        return embeddings
-
     tokenizer = None
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -220,7 +211,8 @@ def _clip(name: str, size: int | None, device: str) -> ClipEncoder:
     except Exception:  # transformers 4 raises TypeError where there is none, others other errors
         pass
     width, normalise = int(network.config.projection_dim), _standardised(_CLIP, device)
-    return ClipEncoder(name, network, side, width, normalise, pool, device, kind="clip", tokenizer=tokenizer)
+    how = normalise, lambda net, x: net.visual_projection(net.vision_model(x).pooler_output)
+    return ClipEncoder(name, network, side, width, *how, device, kind="clip", tokenizer=tokenizer)
 
 
 def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
@@ -234,24 +226,15 @@ def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
             "pip install -e '.[fid]' in the checkout, with your torch's torchvision; or take another one",
         ) from None
     path = name.partition(":")[2] or None
-    try:
+    with loading("weights of", name, "fetch the file, and name it: inception:FILE"):
         network = FeatureExtractorInceptionV3(name, ["2048"], feature_extractor_weights_path=path)
-    except (OSError, URLError, RuntimeError) as error:
-        reason = f"cannot load the weights of Inception: {first_line(error)}"
-        raise ConfigError(reason, "fetch the file, and name it: inception:FILE") from None
-
-    def pool(net: nn.Module, pixels: Tensor) -> Tensor:
-        features: Tensor = net(pixels)[0]
-        return features
-
     kind = "inception" if path is None or is_published(Path(path)) else "inception of other weights"
-    return VisionEncoder(
-        name, _frozen(network, device), 299, 2048, lambda x: x.to(torch.uint8), pool, device, TENSORFLOW, kind
-    )
+    how = lambda x: x.to(torch.uint8), lambda net, x: net(x)[0]
+    return VisionEncoder(name, _frozen(network, device), 299, 2048, *how, device, TENSORFLOW, kind)
 
 
 def _frozen(network: Any, device: str) -> Any:
-    return network.eval().requires_grad_(False).to(device)
+    return network.eval().requires_grad_(False).to(device, torch.float32 if device == "cpu" else None)
 
 
 def _standardised(

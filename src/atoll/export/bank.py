@@ -116,7 +116,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         if number in self.loaded:
             return self.loaded[number].velocity(x_t, t, cond)
         assert number != PRETRAIN
-        return self.resident().velocity(number, x_t, t, cond)
+        return self.resident()[number].velocity(x_t, t, cond)
 
     def prefetch(self, now: Sequence[int], next: Sequence[int] = ()) -> Sequence[int]:
         """See `dispatch.Prefetching`: those that are on the device come first."""
@@ -173,7 +173,9 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             before = dict(self.stored)
             self.stored[place] = expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert)
             if not before:  # the type that all numbers of the first have
-                kinds = {kind for kind in self.stored[place].dtypes() if kind.is_floating_point}
+                kinds = {
+                    spec.dtype for spec in self.stored[place].specs.values() if spec.dtype.is_floating_point
+                }
                 self.anchor = self.anchor.to(kinds.pop() if len(kinds) == 1 else torch.float32)
             self._forget()
             try:

@@ -123,6 +123,10 @@ class Call(BaseModel):
             raise ConfigError(f"this model needs {wanted}", "give one or more")
         if len(given) > 1:
             raise ConfigError("both prompt and prompt_embeds were given", "give one of them")
+        if self.prompt_embeds is None and self.negative_prompt_embeds is not None:
+            raise ConfigError("negative_prompt_embeds go with prompt_embeds", "give negative_prompt")
+        if self.prompt_embeds is not None and self.negative_prompt is not None:
+            raise ConfigError("negative_prompt goes with prompt", "give negative_prompt_embeds")
         negative = self.negative_prompt if self.negative_prompt is not None else [""]
         if self.prompt_embeds is not None:
             return self._of_states(card, self.prompt_embeds)
@@ -139,7 +143,7 @@ class Call(BaseModel):
     def _of_states(self, card: Card, embeds: Tensor) -> Conditions:
         """Those of text states that the caller encoded."""
         pairs = {"prompt": (embeds, self.prompt_attention_mask)}
-        if self.guidance_scale != 1:
+        if self.guidance_scale not in (0, 1):
             if self.negative_prompt_embeds is None:
                 what = "guidance needs negative_prompt_embeds beside prompt_embeds"
                 raise ConfigError(what, 'give the states of "", or guidance_scale=1')

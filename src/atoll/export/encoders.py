@@ -12,10 +12,9 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError
 from atoll.encoders.registry import (
     check_known,
+    is_that_of,
     licence_of,
-    rounded_hashes,
     text_parts,
-    weights_hash,
     with_tokenizers,
 )
 from atoll.encoders.text import text_encoder
@@ -59,12 +58,8 @@ def check_encoders(card: Card, components: Mapping[str, Any]) -> None:
             raise ConfigError(f"this model takes no {takes}", f"leave {name} out")
     texts = [("text encoder", components.get(name), producer) for name, producer in parts.items()]
     for part, network, producer in (*texts, ("VAE", components.get("vae"), card.latents)):
-        if network is None or weights_hash(network) == producer["hash"]:
-            continue
         # The states of another encoder look alike and mean something else: pictures would only be worse.
-        # One that was saved in 16 bits is held against the hash of the training's in as many.
-        rounded = producer.get("rounded") or {}
-        if not any(rounded.get(kind) == value for kind, value in rounded_hashes(network).items()):
+        if network is not None and not is_that_of(network, producer):
             what = f"this {part} is not the one of the training, {producer['name']!r}"
             raise ConfigError(what, "install that one")
 

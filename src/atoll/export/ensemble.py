@@ -8,7 +8,7 @@ import torch
 
 from atoll.base.console import say
 from atoll.base.pictures import grid, png
-from atoll.campaign.assemble import Assembled, warn_of_missing
+from atoll.campaign.assemble import warn_of_missing
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.call import quiet_loading
@@ -74,6 +74,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
     parts = manifest.checkpoints(store, "ensemble/", chosen)
+    for part in parts.values() if campaign.config.trusted else ():
+        part.check_trusted(campaign.config.trusted)
     manifest.check_indices(store, "ensemble")
     router = parts["router"].card
     networks = {} if request.encoders == "name" else by_name(router, allowed=campaign.config.encoders)
@@ -102,7 +104,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         entries = [*writer.entries, *others]
         sign(folder, "", {entry.path: entry.sha256 for entry in entries}, request.key)
     say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")
-    warn_of_missing(Assembled(manifest.k, list(chosen)))
+    warn_of_missing([number for number in range(manifest.k) if number not in chosen])
     return root
 
 

@@ -4,7 +4,6 @@ Of an expert that was trained as such a change the file holds its own matrices. 
 layer's change is cut to a rank by its singular values (PHLoRA): all other tensors stay those of the network.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,13 @@ def export_model(campaign: Campaign, request: ExportRequest) -> Path:
     return (export_campaign if request.model == "ensemble" else export_stock)(campaign, request)
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """A low-rank change: two matrices a layer, by peft's names, whose product is the change.
-
-    `kept` is the share of the norm of the expert's whole change that they hold, `outside` that of what lies
-    outside of linear layers.
-    """
-
-    tensors: dict[str, Tensor]
-    kept: float
-    outside: float
-
-
 @torch.no_grad()
-def low_rank(expert: Checkpoint, rank: int) -> LowRank:
-    """The change of an expert over the network that it started from; `ConfigError` if there is none."""
+def low_rank(expert: Checkpoint, rank: int) -> tuple[dict[str, Tensor], float, float]:
+    """The change of an expert over the network that it started from; `ConfigError` if there is none.
+
+    Two matrices a layer, by peft's names, whose product is the change; the share of the norm of the whole
+    change that they hold; and that of what lies outside of linear layers.
+    """
     card, (config, weights), device = expert.card, expert.read(), own_device()
     if (start := card.provenance.get("init", {}).get("kind")) not in ("pretrain", "checkpoint"):
         began = "was adopted as it is" if start == "adopted" else "started from scratch"
@@ -80,8 +70,8 @@ def low_rank(expert: Checkpoint, rank: int) -> LowRank:
             # A layer narrower than the rank is filled up: peft wants one rank for all.
             tensors[f"{layer}.{DOWN}.weight"] = nn.functional.pad(down, (0, 0, 0, lacking)).cpu()
             tensors[f"{layer}.{UP}.weight"] = nn.functional.pad(up, (0, lacking)).cpu()
-    shares = [(part / (total or 1.0)) ** 0.5 for part in (kept, outside)]
-    return LowRank({name: value.contiguous() for name, value in tensors.items()}, *shares)
+    kept, outside = ((part / (total or 1.0)) ** 0.5 for part in (kept, outside))
+    return {name: value.contiguous() for name, value in tensors.items()}, kept, outside
 
 
 def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
@@ -100,23 +90,23 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     if len({parts[number].card.provenance.get("initial_weights") for number in chosen}) > 1:
         raise ConfigError("the experts started from several networks", "name one of them: --experts")
     for number in chosen:
-        card, change = parts[number].card, low_rank(parts[number], rank)
+        card, (matrices, kept, outside) = parts[number].card, low_rank(parts[number], rank)
         kind, folder = family(card.family).network_class(), root / f"expert-{number}"
         folder.mkdir(parents=True)
         prefix, file = "transformer.", "pytorch_lora_weights.safetensors"
         if not (native := hasattr(kind, "load_lora_adapter")):
             prefix, file = "base_model.model.", "adapter_model.safetensors"
-            names = sorted({name.rpartition(".lora_")[0] for name in change.tensors})
-            alpha = change.tensors[f"{names[0]}.{DOWN}.weight"].shape[0]
+            names = sorted({name.rpartition(".lora_")[0] for name in matrices})
+            alpha = matrices[f"{names[0]}.{DOWN}.weight"].shape[0]
             settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
             (folder / "adapter_config.json").write_bytes(to_json(settings))
-        tensors = {f"{prefix}{name}": value for name, value in change.tensors.items()}
+        tensors = {f"{prefix}{name}": value for name, value in matrices.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         use_default_permissions(folder)
         size = (folder / file).stat().st_size
-        rows.append({"number": number, "kept": change.kept, "outside": change.outside, "bytes": size})
-        lost = f", {change.outside:.1%} is outside of linear layers" * (change.outside > 0)
-        say(f"expert {number}: {change.kept:.1%} of the norm of its change at rank {rank}{lost}")
+        rows.append({"number": number, "kept": kept, "outside": outside, "bytes": size})
+        lost = f", {outside:.1%} is outside of linear layers" * (outside > 0)
+        say(f"expert {number}: {kept:.1%} of the norm of its change at rank {rank}{lost}")
     values = {"rank": rank, "rows": rows, "init": card.provenance["init"], "name": request.name}
     values |= {"native": native, "kind": kind.__name__, "licence": request.licence}
     (root / README).write_text(render("lora.md", "atoll.export", **values))

@@ -28,7 +28,7 @@ from atoll.model.card import Card
 from atoll.model.checkpoint import use_default_permissions
 from atoll.model.dispatch import Costs, Trace
 from atoll.model.expert import RouterModel
-from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter, parts_of
+from atoll.model.folder import OTHERS, PICTURE, PRETRAIN_PART, FolderWriter
 from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.opened import Chosen, border, check_router, mark_incomplete, open_folder, output_folder
@@ -389,11 +389,10 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             writer.save(bank.network(number), card)
         if bank.pretrain_card is not None:
             writer.save(bank.network(PRETRAIN), bank.pretrain_card)
-        router_card = writer.save(router, self.card)
+        writer.save(router, self.card)
         writer.describe(self.config, self.config)
         about, picture = self.about, self.picture
-        parts = parts_of(writer.experts, router_card, writer.pretrain)
-        if parts != self._told_of:  # it was measured, and drew, with other parts
+        if writer.parts != self._told_of:  # it was measured, and drew, with other parts
             about, picture = {k: v for k, v in about.items() if k not in ("evaluation", "picture")}, None
         writer.finish(about, picture, kwargs.get("repo_id", "FOLDER"))
         if push_to_hub:

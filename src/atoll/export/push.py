@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from atoll.base.errors import ConfigError, StoreError, first_line
+from atoll.model.folder import OTHERS
 from atoll.model.foreign import HUB_NAME
 from atoll.store.signatures import SIGNATURE
 
@@ -41,8 +42,9 @@ def push_folder(folder: Path, name: str, private: bool | None = None, **options:
     with _told(name):
         api = HfApi(token=options.pop("token", None))
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
-        # An expert or a signature of an earlier export would lie beside what no longer names it.
-        stale = [*(f"{part.name}/*" for part in folder.iterdir() if part.is_dir()), f"*{SIGNATURE}"]
+        # What an earlier export had would lie beside what no longer names it, encoders against their licence.
+        parts = {*OTHERS, *(part.name for part in folder.iterdir() if part.is_dir())}
+        stale = [*(f"{name}/*" for name in sorted(parts)), f"*{SIGNATURE}"]
         options = {"commit_message": "Upload AtollPipeline", "delete_patterns": stale, **options}
         return api.upload_folder(repo_id=name, folder_path=folder, **options)
 

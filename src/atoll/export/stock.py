@@ -115,6 +115,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     `ConfigError` where no stock pipeline runs the model, or the folder holds something else.
     """
     published = Checkpoint.of_run(campaign.store, request.model)
+    if campaign.config.trusted:
+        published.check_trusted(campaign.config.trusted)
     card, few = published.card, "steps" in published.card.sampling
     sampling = campaign.config.sampling.with_(**card.sampling)
     limits_of(card.family)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.base.hashing import sha256
-from atoll.campaign.settings.launch import Placement, RayConfig, SkyConfig, SlurmConfig
+from atoll.campaign.settings.launch import RayConfig, SkyConfig, SlurmConfig
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ class Site:
 
 
 class Launcher(Protocol):
-    """What a module of this package offers to be a launcher; `atoll launch --on NAME` finds it by name."""
+    """What a module of this package offers to be a launcher; `atoll launch --on NAME` finds it by name.
+
+    It may also have `check(jobs, site)`, which refuses jobs that it can never run before any is started, and
+    `gpus_of(place)`, the GPUs of a node where `launch.gpus` alone does not say them.
+    """
 
     PYTHON: str | None
     """Python on its machines; None is the one that launches."""
@@ -96,12 +100,6 @@ class Launcher(Protocol):
     """Whether the assembly can be a job of its own that waits for the others."""
     ARRAYS: bool
     """Whether several that share one work are one job (`Job.count`), and not as many jobs."""
-
-    def gpus_of(self, place: Placement) -> int | None:
-        """GPUs of a node, as the settings ask for them."""
-
-    def check(self, jobs: Sequence[Job], site: Site) -> None:
-        """Refuse jobs that it can never run, before anything is started anywhere."""
 
     def show(self, jobs: Sequence[Job], site: Site) -> str:
         """What `submit` would do, as text to read; changes nothing."""

@@ -14,18 +14,12 @@ from atoll.base.console import say
 from atoll.base.cores import cores
 from atoll.base.errors import AtollError
 from atoll.base.text import duration
-from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, True, False, False
 DEVICES = "CUDA_VISIBLE_DEVICES"
 GRACE = 60.0
 """Seconds between SIGTERM and SIGKILL when the launch itself is stopped."""
-
-
-def gpus_of(place: Placement) -> int | None:
-    """GPUs of a node."""
-    return place.gpus
 
 
 def check(jobs: Sequence[Job], site: Site) -> None:

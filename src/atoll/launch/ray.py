@@ -21,7 +21,6 @@ from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, first_line
 from atoll.base.format import code_version
 from atoll.base.hashing import sha256
 from atoll.base.text import many
-from atoll.campaign.settings.launch import Placement
 from atoll.launch.job import Job, Site
 from atoll.launch.local import GRACE, caught_signals
 
@@ -193,11 +192,6 @@ class _Actor:
             return f"{self.job.name} ended with code {self.code}{where} ({self.last})"
         lacking = _lacking(self.job) if time.monotonic() - self.answered > PATIENCE else ""
         return lacking and f"{self.job.name} asks for {lacking} any more"
-
-
-def gpus_of(place: Placement) -> int | None:
-    """GPUs of a node."""
-    return place.gpus
 
 
 def check(jobs: Sequence[Job], site: Site) -> None:

@@ -103,7 +103,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
     if setup is None:
         file = f"{REMOTE}/{WHEEL}"
         setup = (f"pip install -c {REMOTE}/{VERSIONS} {file}",) if _sends_wheel(job) else ("pip install .",)
-    infra = sky.cloud if sky.cloud is None or sky.region is None else f"{sky.cloud}/{sky.region}"
+    infra = f"{sky.cloud or '*'}/{sky.region}" if sky.region else sky.cloud
     resources: dict[str, Any] = {
         "use_spot": sky.use_spot,
         "job_recovery": {"max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [INTERRUPTED]},

@@ -4,10 +4,11 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
-from atoll.campaign.settings.launch import Placement
+from atoll.base.safe_parse import expanded
 from atoll.launch.job import Job, Site
 
 DIED = 143
@@ -49,7 +50,7 @@ def script(job: Job, site: Site) -> str:
     """The sbatch script of a run."""
     slurm = job.slurm
     # In --output sbatch takes a percent sign for a pattern; %a is the number within an array.
-    log = str(site.prints / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
+    log = str(_prints(job, site) / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
     options = [
         f"--job-name={job.label(site.campaign)}",
         _quoted(f"--output={log}"),
@@ -100,21 +101,16 @@ def script(job: Job, site: Site) -> str:
     return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, broke=broke, me=me)
 
 
+def _prints(job: Job, site: Site) -> Path:
+    return site.prints if job.slurm.output is None else expanded(job.slurm.output).absolute()
+
+
 def _quoted(option: str) -> str:
     # sbatch reads options from a script in double quotes, in which a backslash keeps the next character.
     if not option.isprintable():
         raise ConfigError(f"{option!r} has a line break or control character", "use names without them")
     plain = re.fullmatch(r"[\w@%+=:,./&|*\[\]-]+", option)
     return option if plain else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
-
-
-def gpus_of(place: Placement) -> int | None:
-    """GPUs of a node."""
-    return place.gpus
-
-
-def check(jobs: Sequence[Job], site: Site) -> None:
-    """Refuse nothing: what can run is for the cluster to say."""
 
 
 def show(jobs: Sequence[Job], site: Site) -> str:
@@ -134,10 +130,11 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
     answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
     queue = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
     queued = {names[name.strip()]: number for number, name in queue if name.strip() in names}
-    try:
-        site.prints.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AtollError(f"cannot make {site.prints}: {error.strerror}", "set launch.slurm.output") from None
+    for folder in {_prints(job, site) for job in jobs}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AtollError(f"cannot make {folder}: {error.strerror}", "set launch.slurm.output") from None
     numbers = dict(queued)
     for job in jobs:
         if job.name in queued:
@@ -153,7 +150,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
             raise AtollError(error.what + done, error.fix or fix) from None
         # --parsable prints NUMBER;CLUSTER where there are several clusters.
         numbers[job.name] = answer.strip().split(";")[0]
-        log = f"{site.prints / job.slug}{'-*' * (job.count > 1)}.out"
+        log = f"{_prints(job, site) / job.slug}{'-*' * (job.count > 1)}.out"
         say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {log}")
 
 

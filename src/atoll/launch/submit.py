@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -15,7 +16,6 @@ from atoll import launch
 from atoll.base.console import say
 from atoll.base.cores import cores
 from atoll.base.errors import ConfigError, nearest
-from atoll.base.safe_parse import expanded
 from atoll.base.text import duration, many
 from atoll.campaign.folder import Campaign, sets_loose
 from atoll.campaign.roles import BESIDE
@@ -42,8 +42,11 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     that name none of their own, `out` the folder for SkyPilot's files.
     """
     root = campaign.store.location
+    # A wrong name, and what can never run, are told before hours of preparing.
     for run in runs_of(campaign.config):
-        launcher(campaign.config.launch.target(*run, on))  # a wrong name is told before hours of preparing
+        launcher(campaign.config.launch.target(*run, on))
+    if not dry_run:
+        _check(plan_jobs(campaign, on), _site(campaign, out))
     for line in [] if campaign.is_partitioned else campaign.config.large_states():
         say(line)
     # Data are made by jobs of a queue, by processes here that are waited for, or within this process.
@@ -56,14 +59,18 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
     left = not all(run.published(campaign.store) for run in runs_of(campaign.config))
     if not dry_run and not making and (left or not partition_finished(campaign)):
         from atoll.campaign.initial import copy_initial_weights, pretrain_finished
-        from atoll.campaign.prepare import prepare
+        from atoll.campaign.partition import make_islands
+        from atoll.campaign.prepare import prepare_data
 
         if (
             not campaign.is_partitioned
             and not launcher(campaign.config.launch.target("data", None, on)).WAITS
         ):
             say("the data set is made here, within this command; launch.data.workers=1 makes it with a job")
-        prepare(campaign)
+        workers = campaign.config.launch.data.workers  # of this machine, as jobs elsewhere are done by now
+        words = _set_words(campaign)
+        prepare_data(campaign, share=lambda stage: not workers or run_workers(workers, "data", stage, *words))
+        make_islands(campaign)
         if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) and cuda.is_initialized():
             cuda.empty_cache()  # encoders' memory: a run may start on this GPU
         if pretrain_finished(campaign):
@@ -122,7 +129,7 @@ def forecast(campaign: Campaign, jobs: Sequence[Job]) -> str:
             plan = RunPlan.read(campaign.store, run.plan)
             speeds.append(beat.speed * plan.train_flops / (plan.steps * plan.batch))
     here = all(job.target == "local" for job in runs)
-    places = local.at_once(runs) if here else len(runs)
+    places = max(1, local.at_once(runs)) if here else len(runs)  # what fits nowhere is refused later
     side_by_side = f"training: {many(len(runs), 'run')}, {places} at once{' on this machine' * here}"
     if not speeds or not all(job.work for job in runs):
         return f"{side_by_side}; atoll plan estimates the time on GPUs, atoll status measures it"
@@ -132,27 +139,34 @@ def forecast(campaign: Campaign, jobs: Sequence[Job]) -> str:
 
 def _submit(campaign: Campaign, jobs: list[Job], dry_run: bool, out: Path) -> None:
     """Give jobs to their launchers, or show what that would do; those last that are waited for."""
-    root, named = campaign.store.location, campaign.config.launch.slurm.output
-    prints = Path("launch").absolute() if "://" in root else Path(root) / "launch"
-    site = Site(root, prints if named is None else expanded(named).absolute(), out)
-    targets = sorted({job.target for job in jobs}, key=lambda target: (launcher(target).WAITS, target))
-    by_target = {target: [job for job in jobs if job.target == target] for target in targets}
-    if dry_run:
-        for target in targets:
-            say(launcher(target).show(by_target[target], site))
-        return
-    for target in targets:
-        launcher(target).check(by_target[target], site)  # before any of them is started anywhere
-    for target in targets:
-        launcher(target).submit(by_target[target], site)
+    site = _site(campaign, out)
+    if not dry_run:
+        _check(jobs, site)  # all, before any of them is started anywhere
+    for target in sorted({job.target for job in jobs}, key=lambda target: (launcher(target).WAITS, target)):
+        own = [job for job in jobs if job.target == target]
+        if dry_run:
+            say(launcher(target).show(own, site))
+        else:
+            launcher(target).submit(own, site)
+
+
+def _site(campaign: Campaign, out: Path) -> Site:
+    root = campaign.store.location
+    return Site(root, Path("launch").absolute() if "://" in root else Path(root) / "launch", out)
+
+
+def _check(jobs: Sequence[Job], site: Site) -> None:
+    for target in {job.target for job in jobs}:
+        own = [job for job in jobs if job.target == target]
+        getattr(launcher(target), "check", lambda *_: None)(own, site)
 
 
 def data_jobs(campaign: Campaign, on: Target | None = None) -> list[Job]:
-    """Jobs that make the data set, and one that cuts it; none if that is done, or not asked for."""
+    """Jobs that make the data set, and one that cuts it; none if that is done, not asked for, or local."""
     config = campaign.config.launch
-    if not config.data.workers or campaign.is_partitioned:
-        return []
     target = config.target("data", None, on)
+    if not config.data.workers or campaign.is_partitioned or target == "local":
+        return []
     jobs, words = _stages(campaign, target, config.data.workers), ("partition", *_set_words(campaign))
     return [*jobs, _job("partition", words, config.of("data"), target, needs=(jobs[-1].name,), gpus=0)]
 
@@ -178,7 +192,7 @@ def _sharded(
     name: str, words: Sequence[str], place: Placement, target: Target, count: int, needs: tuple[str, ...] = ()
 ) -> list[Job]:
     # What a worker wrote is there, shard by shard: it has nothing to save.
-    worker = replace(_job(name, words, place, target, needs=needs), saves=False)
+    worker = replace(_job(name, words, place, target, needs=needs), saves=False, processes=1)
     workers = [replace(worker, count=count)] if launcher(target).ARRAYS else parts(worker, count)
     # A worker that fails is not missed: the job that follows writes what is missing, or says why not.
     last = replace(worker, name=f"{name} end", needs=tuple(job.name for job in workers), after_any=True)
@@ -226,7 +240,7 @@ def launcher(name: str) -> Launcher:
     if name not in names:
         raise ConfigError(f"launch.on: there is no launcher {name!r}", nearest(name, names))
     module = import_module(f"atoll.launch.{name}")
-    members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "gpus_of", "check", "show", "submit")
+    members = ("PYTHON", "WAITS", "ASSEMBLES", "ARRAYS", "show", "submit")
     if missing := [member for member in members if not hasattr(module, member)]:
         raise ConfigError(f"launcher {name!r} has no {missing[0]}", "see Launcher in atoll/launch/job.py")
     return cast(Launcher, module)
@@ -272,9 +286,10 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
     # Here the launch assembles by itself. Of several queues none could say when all are finished.
     assembled = [job for job in jobs if job.name not in BESIDE]
     targets = {job.target for job in assembled}
-    if len(targets) == 1 and launcher(target := targets.pop()).ASSEMBLES:
+    target = targets.pop() if len(targets) == 1 else "local"
+    if launcher(target).ASSEMBLES and config.launch.target("assemble", None, target) == target:
         needs = tuple(job.name for job in assembled)
-        words = ("assemble", store.location)
+        words = ("assemble", store.location, *_options(s for s in loose if not s.startswith("launch.")))
         jobs.append(_job("assemble", words, config.launch.of("assemble"), target, needs=needs, gpus=0))
     return jobs
 
@@ -291,7 +306,10 @@ def _job(
 ) -> Job:
     """A job; `threads` and `memory` (bytes) are those of one process."""
     where = launcher(target)
-    gpus = where.gpus_of(place) if gpus is None else gpus
+    if gpus is None:
+        gpus = getattr(where, "gpus_of", attrgetter("gpus"))(place)
+    else:
+        place = place.model_copy(update={"sky": place.sky.model_copy(update={"accelerators": None})})
     # One process for each GPU, as torchrun would have it; without any GPU there is one process.
     processes = place.processes or max(1, gpus or 1)
     memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)

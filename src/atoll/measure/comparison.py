@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 
 from atoll.base.console import say
 from atoll.base.device import using_threads, weights_dtype
@@ -36,22 +35,23 @@ from atoll.campaign.measured import (
     How,
     ReachRow,
 )
-from atoll.campaign.milestones import Milestone, TrainingRun
+from atoll.campaign.milestones import TrainingRun
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run
 from atoll.campaign.settings.measure import EXTRA
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
-from atoll.measure.models import WIDE, Candidate, Drawn, RowConditions
+from atoll.measure.models import WIDE, Candidate, Drawn, RowConditions, stored_as
 from atoll.measure.same_noise import SavedSamples, pair_table
 from atoll.measure.setup import SPLITS, CommonSetup
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
-from atoll.model.dispatch import Costs, Networks, Trace
-from atoll.model.expert import StoredExpert
+from atoll.model.dispatch import Costs, Trace
 from atoll.model.folder import PRETRAIN_PART
+from atoll.model.generation import Residency
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
+from atoll.store.log import Entry
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CurvePoint:
     train_flops: float
     weights: Mapping[str, str]
     """What they are known by; empty for what was published, like the milestones."""
-    chosen: Mapping[str, Milestone | None]
+    chosen: Mapping[str, Entry | None]
 
 
 class TrainingCurve:
@@ -97,12 +97,12 @@ class TrainingCurve:
         """The ensemble at every share that all its trained experts have kept, and at the end."""
         pretrain = self.single["pretrain"].card.train_flops if "pretrain" in self.single else 0.0
         first, points = min(self.trained.values(), key=lambda run: len(run.shares)), list[CurvePoint]()
-        ways: list[tuple[float, dict[str, Milestone | None]]] = [
+        ways: list[tuple[float, dict[str, Entry | None]]] = [
             (share, {f"experts/{n}": run.at(share, first.steps) for n, run in self.experts.items()})
             for share in first.shares
         ]
         ways = [(s, chosen) for s, chosen in ways if all(chosen[f"experts/{n}"] for n in self.trained)]
-        for share, chosen in [*ways, (1.0, dict[str, Milestone | None]())]:
+        for share, chosen in [*ways, (1.0, dict[str, Entry | None]())]:
             spent = self.setup.router.train_flops + pretrain
             weights = {"router": self.setup.router.weights_sha256, **self.guide} if chosen else {}
             for n, run in self.experts.items():
@@ -127,28 +127,26 @@ class TrainingCurve:
         setup, chosen = self.setup, point.chosen
         if not chosen:
             return setup.published(name if name in self.single else ENSEMBLE)
-        if name in self.single:
-            run = self.single[name]
-            model = Model(lambda: Bank([run.load(chosen[name], setup.device)]), run.card, setup.device)
-            return Candidate(name, point.weights, model)
         device, k, residency = setup.device, setup.content.k, setup.campaign.config.sampling.residency
+        dtype, stored_by = weights_dtype(residency.dtype, device), stored_as(residency)
+        if name in self.single:
+            run, whole = self.single[name], Residency(dtype=residency.dtype, keep=residency.keep)
+            how = whole, device, dtype
+            model = Model(lambda: Bank(ResidentExperts([run.stored(chosen[name])], *how)), run.card, device)
+            return Candidate(name, point.weights, model, stored=stored_by)
+        missing = sorted(set(range(k)) - set(self.experts))
 
         def assembled() -> Bank:
-            # Where few may be on the device, they lie in host memory and share its places.
-            place = torch.device("cpu") if residency.limited else device
-            loaded = {n: run.load(chosen[f"experts/{n}"], place) for n, run in self.experts.items()}
-            guide = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}").expert(device) if self.guide else None
+            stored = {n: run.stored(chosen[f"experts/{n}"]) for n, run in self.experts.items()}
+            experts = ResidentExperts([stored.get(n) for n in range(k)], residency, device, dtype)
+            guide = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}") if self.guide else None
             cards = {n: run.card for n, run in self.experts.items()}
             costs = Costs.of(setup.router, cards, k, guide.card if guide else None)
-            router = Checkpoint(self.store, "ensemble/router").router(device)
-            experts: Networks = [loaded.get(n) for n in range(k)]
-            if residency.limited:
-                stored = [StoredExpert.of(loaded[n]) if n in loaded else None for n in range(k)]
-                experts = ResidentExperts(stored, residency, device, weights_dtype(residency.dtype, device))
-            return Bank(experts, router, (), costs, guide)
+            router = Checkpoint(self.store, "ensemble/router").router(device, dtype)
+            return Bank(experts, router, missing, costs, guide.expert(device, dtype=dtype) if guide else None)
 
-        missing = sorted(set(range(k)) - set(self.experts))
-        return Candidate(ENSEMBLE, point.weights, Model(assembled, setup.router, device), missing)
+        model = Model(assembled, setup.router, device)
+        return Candidate(ENSEMBLE, point.weights, model, missing, stored_by)
 
     def drawn(self, asked: Mapping[str, Any]) -> Iterator[tuple[CurvePoint, str, Drawn]]:
         """Every point and model, and its samples; asked for are `strategies` of the ensemble, and `samples`
@@ -255,6 +253,7 @@ def compare(campaign: Campaign, part: Part | None = None) -> Comparison | None:
         key = digest(
             {
                 "parts": parts,
+                **stored_as(campaign.config.sampling.residency),
                 "config": config.model_dump(exclude={*EXTRA, "strategies", "steps", "guidance"}),
                 "strategies": setup.strategies,
                 "generation": setup.override.generation.model_dump(mode="json", exclude={"size"}),
@@ -373,8 +372,7 @@ def show_pictures(setup: CommonSetup, name: str, shown: RowConditions) -> list[A
             numbers += batch.numbers
     if not traces:
         return []
-    stacked = Trace.joined(traces, numbers).stacked().numpy().astype(float)
-    return np.round(stacked, 4).tolist()  # type: ignore[no-any-return]
+    return np.round(Trace.joined(traces, numbers).stacked().double().numpy(), 4).tolist()  # type: ignore[no-any-return]
 
 
 def _metric(setup: CommonSetup) -> dict[str, Any]:
@@ -401,6 +399,8 @@ def _metric(setup: CommonSetup) -> dict[str, Any]:
         "same_features_as_partition": partition.get("name") == config.extractor,
         "akin_to_partition": akin(str(partition.get("name", "")), config.extractor),
         "real_training_pictures": real.number("frechet"),
+        "real_samples": len(setup.floor),
+        **({"shift": generation.shift} if generation.shift != 1 else {}),
         "neighbours": {
             "k": PRECISION_K,
             "dimensions": setup.encoder.width,
@@ -414,11 +414,11 @@ def _metric(setup: CommonSetup) -> dict[str, Any]:
 
 def _shown(setup: CommonSetup) -> RowConditions:
     """Rows whose captions are shown: those asked for, then training rows spread over the clusters."""
-    train, count = setup.train, setup.config.shown
+    train, count = setup.train, max(setup.config.shown, len(setup.config.prompts))
     captions = [str(c) for c in train.dataset.take(train.rows).column("caption").to_pylist()]
     first = {caption: number for number, caption in reversed(list(enumerate(captions)))}
     chosen = []
-    for prompt in setup.config.prompts[:count]:
+    for prompt in setup.config.prompts:
         if prompt not in first:
             what = f"compare.prompts: no training row has the caption {prompt!r}"
             raise ConfigError(what, "choose one that exists")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from atoll.measure.pictures import Batch, of_usual_size
 from atoll.model.card import Card
 from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.generate import Conditions
-from atoll.model.generation import Generation
+from atoll.model.generation import Generation, Residency
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.routing import PRETRAIN, Routing
 
@@ -95,13 +95,13 @@ def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretra
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model, `ensemble` or a single network, with the digests of its parts' weights and the numbers of the
-    clusters without an expert."""
+    """A model: `ensemble`, or a single network."""
 
     name: str
-    weights: Mapping[str, str]
+    weights: Mapping[str, str]  # digests, by part
     model: Model
-    missing: Sequence[int] = ()
+    missing: Sequence[int] = ()  # numbers of the clusters without an expert
+    stored: Mapping[str, str] = field(default_factory=dict)  # how its weights are stored, if not as usual
 
     @property
     def routed(self) -> bool:
@@ -109,16 +109,24 @@ class Candidate:
         return self.name == ENSEMBLE
 
 
+def stored_as(residency: Residency) -> dict[str, str]:
+    """The type of weights that `sampling.residency` asks for, where it is not that of the device."""
+    if residency.dtype == "auto":
+        return {}
+    return {"stored": " but ".join([residency.dtype, *(residency.keep if residency.stored else ())])}
+
+
 def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     """A model of a campaign as it was published; its weights are loaded when it first draws."""
     if name != ENSEMBLE and name not in SINGLE:
         raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
     model = campaign_model(campaign, name, device)
+    stored = stored_as(campaign.config.sampling.residency)
     if name != ENSEMBLE:
-        return Candidate(name, {name: model.card.weights_sha256}, model)
+        return Candidate(name, {name: model.card.weights_sha256}, model, stored=stored)
     content = read_manifest(campaign.store)
     missing = sorted(set(range(content.k)) - set(content.experts))
-    return Candidate(name, content.parts, model, missing)
+    return Candidate(name, content.parts, model, missing, stored)
 
 
 # At which conditions.
@@ -216,11 +224,14 @@ class Drawn:
         # Without `null pretrain` that network draws nothing: a point holds whether it is assembled or not.
         unused = {PRETRAIN_PART} if self.generation.routing.null != PRETRAIN else set()
         weights = {part: value for part, value in self.candidate.weights.items() if part not in unused}
-        return {"name": self.candidate.name, "weights": weights}
+        return {"name": self.candidate.name, "weights": weights, **self.candidate.stored}
 
     @property
     def about(self) -> dict[str, Any]:
         """How the pictures are drawn, for the protocol."""
+        # A user's function may be called as a strategy is.
+        named = self.generation.routing.named_only
+        routing = str(self.generation.routing) if named else f"function {self.generation.routing}"
         return {
             "rounding": TO_8_BITS,
             "conditions": self.conditions.split,
@@ -229,7 +240,7 @@ class Drawn:
             "steps": self.generation.steps,
             "guidance": self.generation.guidance,
             "shift": None if self.generation.shift == 1 else self.generation.shift,
-            "routing": str(self.generation.routing) if self.candidate.routed else None,
+            "routing": routing if self.candidate.routed else None,
             "seed": self.generation.seed,
             "ema": True,  # what is published is the average
         }

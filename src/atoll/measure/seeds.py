@@ -25,8 +25,6 @@ from atoll.store.store import Store
 
 OWN = ("seed", "data.path", "data.source")
 """Settings that campaigns of several seeds need not share; which pictures their data holds is checked."""
-MAY_DIFFER = ("seed", "real_training_pictures")
-"""Fields of `metric` that a seed decides."""
 PLAIN = ("distance", "precision", "recall", "gflops_per_step", "router_share")
 
 
@@ -148,18 +146,16 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
 def unlike(first: Comparison, other: Comparison) -> list[str]:
     """What two comparisons do not have in common beyond their seed, by name: then they share no table."""
 
-    def decided(value: Any) -> Any:
-        # What real pictures came to is a result, not a setting.
-        if not isinstance(value, Mapping):
-            return value
-        return {key: part for key, part in value.items() if not key.startswith("real_")}
+    def decided(tree: Mapping[str, Any]) -> dict[str, Any]:
+        # What real pictures came to is a result, and the seed is what differs.
+        return {
+            key: decided(part) if isinstance(part, Mapping) else part
+            for key, part in tree.items()
+            if key != "seed" and not key.startswith("real_")
+        }
 
-    one, two = first.metric, other.metric
-    differs = [
-        name
-        for name in dict.fromkeys([*one, *two])
-        if name not in MAY_DIFFER and decided(one.get(name)) != decided(two.get(name))
-    ]
+    one, two = decided(first.metric), decided(other.metric)
+    differs = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
     extra = [(name, getattr(first, name), getattr(other, name)) for name in ("sweep", "curve")]
     return differs + [name for name, mine, theirs in extra if mine and theirs and mine != theirs]
 

@@ -91,8 +91,9 @@ class CommonSetup:
         )
         self.references = len(judging)
         if not self.references:
-            what = f"the data set has no {SPLITS[self.split]} rows"
-            raise DataError(what, f"ingest with data.ingest.{self.split} above 0")
+            size = " of the size nearest to a square" if self.dataset.buckets is not None else ""
+            what = f"the data set has no {SPLITS[self.split]} rows{size}"
+            raise DataError(what, f"ingest with data.ingest.{self.split} above 0, or more of it")
         rows = self.train if self.config.conditions == "train" else judging
         # Conditions of a shorter list are the first of a longer one, so a curve of fewer samples than the
         # table sees the same ones.

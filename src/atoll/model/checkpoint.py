@@ -95,10 +95,8 @@ class Checkpoint:
 
     def read(self) -> "tuple[dict[str, Any], dict[str, Tensor]]":
         """Settings and weights, those of the network that it changes too."""
-        from atoll.store.tensors import read_tensors
-
-        weights = read_tensors(self._weights(), self.store.name(f"{self.prefix}/{WEIGHTS}"))
-        return self.config(), {**(self.base() or {}), **weights}
+        stored = self.open_lazily()
+        return dict(stored.config), {**stored.base, **stored.weights}
 
     def base(self) -> "FileWeights | None":
         """Weights of the network that this one is a change of; None of a whole network."""
@@ -122,30 +120,18 @@ class Checkpoint:
         where = " or ".join(self.store.name(posixpath.join(parent, folder)) for folder in BASES)
         raise StoreError(f"{what} that does not lie in {where}", "put its own there")
 
-    def network(self, average: "Mapping[str, Tensor] | None" = None) -> "nn.Module":
-        """The network with its weights, some of them in place of its own (a milestone's), frozen."""
-        from atoll.model.expert import build_network, fill_network
-        from atoll.networks.families import family
-        from atoll.networks.router import Router
+    def network(self) -> "nn.Module":
+        """The network with its weights, frozen."""
+        return self.open_lazily().filled()
 
-        config, weights = self.read()
-        weights |= average or {}
-        load = Router.from_config if self.card.role == "router" else family(self.card.family).load
-        return fill_network(build_network(load, config, weights, self.store.name(self.prefix)), weights)
-
-    def expert(
-        self,
-        device: "torch.device | str" = "cpu",
-        average: "Mapping[str, Tensor] | None" = None,
-        dtype: "torch.dtype | None" = None,
-    ) -> "Expert":
+    def expert(self, device: "torch.device | str" = "cpu", dtype: "torch.dtype | None" = None) -> "Expert":
         """The network as a denoiser."""
         from torch import nn
 
         from atoll.model.expert import Expert
 
         # Not the class's own `to`, which warns of every change of type.
-        card, network = self.card, nn.Module.to(self.network(average), device, dtype)
+        card, network = self.card, nn.Module.to(self.network(), device, dtype)
         return Expert(network, card.family, card.prediction, card.schedule, card)
 
     def router(

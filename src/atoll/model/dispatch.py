@@ -3,7 +3,6 @@
 Every expert is evaluated once, on the samples that chose it. A routing draws by each sample's own uniforms.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
@@ -217,13 +216,6 @@ class Trace:
     def stacked(self) -> Tensor:
         """Weights `(steps, B, K)`."""
         return torch.stack(self.weights)
-
-    @property
-    def router_share(self) -> float:
-        """The router's part of all operations; NaN where costs are unknown."""
-        # NaN spreads through the sum: a share of unknown costs is unknown, not 0.
-        total = self.router_flops + self.expert_flops
-        return self.router_flops / total if total else math.nan
 
     @classmethod
     def joined(cls, traces: Sequence["Trace"], rows: Sequence[int] = ()) -> "Trace":

@@ -1,6 +1,6 @@
 """One expert: a diffusers network and its card, seen as a denoiser, in memory or as it lies on disk.
 
-Here and in `checkpoint.py` alone weights become a network.
+Here alone weights become a network.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
+from math import isqrt
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -39,23 +39,16 @@ LARGEST_GRID = 512  # patches to a side, of which a class makes a table of posit
 
 @dataclass
 class Expert:
-    """A denoiser: a diffusers network trained on any schedule and prediction, converted at its edge.
-
-    Attributes:
-        card: what it is, once published.
-        bound: largest absolute value of its data, if there is one. A card tells it better.
-        learning: the network is still trained, so its layers stay as they are (`make_batch_invariant`).
-        replayed: calls of its network, recorded on a GPU; experts that share a network share them.
-    """
+    """A denoiser: a diffusers network trained on any schedule and prediction, converted at its edge."""
 
     network: nn.Module
     family: str
     prediction: Prediction
     schedule: str
-    card: Card | None = None
-    bound: float | None = None
-    learning: bool = False
-    replayed: Replayed | None = None
+    card: Card | None = None  # what it is, once published
+    bound: float | None = None  # largest absolute value of its data, if there is one; a card tells it better
+    learning: bool = False  # still trained, so its layers stay as they are (`make_batch_invariant`)
+    replayed: Replayed | None = None  # calls recorded on a GPU; experts that share a network share them
 
     def __post_init__(self) -> None:
         if not self.learning:  # else a sample would depend on its batch
@@ -107,19 +100,6 @@ class RouterModel:
         return self._logits(x_t.to(dtype), t, cond).to(x_t.dtype)
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Type and shape of one tensor of a set of weights."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
 class FileWeights(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for, straight into where it belongs.
 
@@ -144,19 +124,21 @@ class FileWeights(Mapping[str, Tensor]):
             raise StoreError(f"{path} is no regular file", REMEDY)
         size = state.st_size
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-        self.specs, self._starts = dict[str, Spec](), dict[str, int]()
+        # Type and shape of each tensor: one of the meta device, which has no memory.
+        self.specs, self._starts = dict[str, Tensor](), dict[str, int]()
         try:
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise ValueError(length)
             tree = read_json(os.pread(self._file, length, 8))
             tree.pop("__metadata__", None)
             for name, entry in tree.items():
-                spec = Spec(DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])))
+                kind, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+                spec = torch.empty(shape, dtype=kind, device="meta")
                 begin, end = map(int, entry["data_offsets"])
                 if begin < 0 or end - begin != spec.nbytes:
                     raise ValueError(name)
                 self.specs[name], self._starts[name] = spec, 8 + length + begin
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
             raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
         ends = (self._starts[name] + spec.nbytes for name, spec in self.specs.items())
         if size != (expected := max(ends, default=8 + length)):
@@ -216,35 +198,41 @@ class StoredExpert:
         return cls(config, expert.family, expert.prediction, expert.schedule, weights, expert.card)
 
     @property
-    def specs(self) -> dict[str, Spec]:
-        """Types and shapes of its own tensors, by name; nothing is read for them."""
-        return _specs(self.weights)
+    def specs(self) -> Mapping[str, Tensor]:
+        """Tensors of the types and shapes of its own, by name; nothing is read for them."""
+        return specs_of(self.weights)
 
     @property
     def shared(self) -> str:
         """Digest of the network that it changes; empty of a whole one, or of a change put together."""
         return self.card.base if self.card is not None and self.base else ""
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Types of its tensors' numbers."""
-        return {spec.dtype for spec in self.specs.values()}
-
     def network(self) -> nn.Module:
         """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
         where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
-        specs = {**_specs(self.base), **self.specs}
-        return build_network(family(self.family).load, self.config, specs, where)
+        specs = {**specs_of(self.base), **self.specs}
+        routes = self.card is not None and self.card.role == "router"
+        load = Router.from_config if routes else family(self.family).load
+        return build_network(load, self.config, specs, where)
+
+    def filled(self) -> nn.Module:
+        """The network with its weights in memory, in their own type of numbers, frozen."""
+        network, weights = self.network(), {**self.base, **self.weights}
+        kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
+        if len(kinds) == 1:
+            # Not the class's own `to`, which warns of every change of type.
+            nn.Module.to(network, dtype=kinds.pop())
+        network.load_state_dict(weights)
+        return network.eval().requires_grad_(False)
 
     def expert(self) -> Expert:
         """The same with a network of its own in memory."""
-        network = fill_network(self.network(), {**self.base, **self.weights})
-        return Expert(network, self.family, self.prediction, self.schedule, self.card)
+        return Expert(self.filled(), self.family, self.prediction, self.schedule, self.card)
 
 
-def _specs(weights: Mapping[str, Tensor]) -> dict[str, Spec]:
-    if isinstance(weights, FileWeights):
-        return weights.specs
-    return {name: Spec(value.dtype, tuple(value.shape)) for name, value in weights.items()}
+def specs_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors of their types and shapes, without memory where they lie in a file."""
+    return weights.specs if isinstance(weights, FileWeights) else weights
 
 
 def check_shape(card: Card, config: Mapping[str, Any], where: str) -> None:
@@ -263,7 +251,8 @@ def check_shape(card: Card, config: Mapping[str, Any], where: str) -> None:
         for name in ("channels", "text_width", "classes"):
             if made[name] != (value := getattr(shape, name)):
                 raise ValueError(f"{name} {value}, the network {made[name]}")
-        patch = known["patch_size"]
+        # Flux is given its patches as channels, of patch 1.
+        patch = known["patch_size"] * isqrt(known["in_channels"] // shape.channels)
         if any(side % patch or side // patch > LARGEST_GRID for sides in shape.latents for side in sides):
             raise ValueError(f"latents of {longest}, the network patches of {patch}")
     except (ValueError, TypeError, KeyError, ArithmeticError, AtollError) as error:
@@ -315,16 +304,6 @@ def build_network(
         raise StoreError(
             f"{where}/config.json makes no network of its weights ({reason})", "restore it, or make it again"
         ) from None
-
-
-def fill_network(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The network with these weights, in their own type of numbers, frozen."""
-    kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
-    if len(kinds) == 1:
-        # Not the class's own `to`, which warns of every change of type.
-        nn.Module.to(network, dtype=kinds.pop())
-    network.load_state_dict(weights)
-    return network.eval().requires_grad_(False)
 
 
 def settings_of(network: nn.Module) -> dict[str, Any]:

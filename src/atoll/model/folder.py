@@ -122,12 +122,6 @@ class ExpertIndex(File):
         """Of the experts, rising."""
         return sorted(int(name) for name in self.experts if name != PRETRAIN)
 
-    @classmethod
-    def of(cls, k: int, cards: Mapping[int, Card], pretrain: Card | None) -> "ExpertIndex":
-        """The index of these experts."""
-        experts = {str(number): cards[number].weights_sha256 for number in sorted(cards)}
-        return cls(k=k, experts=experts | ({PRETRAIN: pretrain.weights_sha256} if pretrain else {}))
-
 
 def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
     """What `ensemble.json` says; `StoreError` if nothing was assembled, or by another version."""
@@ -135,13 +129,6 @@ def read_manifest(store: Store, prefix: str = "ensemble/") -> Manifest:
         fix = "run 'atoll assemble' first, or 'atoll launch' if its parts are not trained yet"
         raise StoreError(f"{store.location} has no ensemble", fix)
     return Manifest.read(store, f"{prefix}{MANIFEST}")
-
-
-def parts_of(experts: Mapping[int, Card], router: Card, pretrain: Card | None = None) -> dict[str, str]:
-    """Digest of the weights of every part, as the manifest names them."""
-    cards = {f"experts/{number}": card for number, card in experts.items()} | {"router": router}
-    cards |= {PRETRAIN_PART: pretrain} if pretrain else {}
-    return {name: card.weights_sha256 for name, card in cards.items()}
 
 
 def defaults(generation: Generation) -> dict[str, Any]:
@@ -182,15 +169,20 @@ class FolderWriter:
 
     def __init__(self, folder: Store, k: int) -> None:
         self.folder, self.k = folder, k
-        self.experts: dict[int, Card] = {}
-        self.router: Card | None = None
-        self.pretrain: Card | None = None
+        self.cards: dict[str, Card] = {}  # of what lies there, by part
         self.base: tuple[str, Callable[[], bytes]] | None = None  # digest and bytes of what experts change
         self.entries: list[FileEntry] = []
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """Digest of the weights of every part, as the manifest names them."""
+        named = sorted(self.cards, key=lambda part: (part == "router", len(part), part))
+        return {part: self.cards[part].weights_sha256 for part in named}
+
     def copy(self, published: Checkpoint) -> None:
         """Copy an expert, the router or shared pretraining's network from where it was published."""
-        self.add(published.copy(Checkpoint(self.folder, part_of(published.card))))
+        part = part_of(published.card)
+        self.cards[part] = published.copy(Checkpoint(self.folder, part))
         if (base := published.base()) is not None:
             self.base = published.card.base, lambda: base.path.read_bytes()  # kept open for the next one
 
@@ -203,18 +195,8 @@ class FolderWriter:
                 data = serialised(shared(network, network.state_dict()))
                 self.base = sha256(data), lambda: data
             card = card.model_copy(update={"base": self.base[0]})
-        self.add(card := Checkpoint(self.folder, part_of(card)).save(network, card))
+        self.cards[part_of(card)] = card = Checkpoint(self.folder, part_of(card)).save(network, card)
         return card
-
-    def add(self, card: Card) -> None:
-        """Count a part that lies there."""
-        if card.role == "router":
-            self.router = card
-        elif card.role == PRETRAIN:
-            self.pretrain = card
-        else:
-            assert card.island is not None
-            self.experts[card.island] = card
 
     def scheduler(self, generation: Generation) -> tuple[str, str]:
         """Write the scheduler that pictures are drawn with; its library and class."""
@@ -240,13 +222,13 @@ class FolderWriter:
             **{name: generation[name] for name in DEFAULTS.values()},
         }
         self._put(MODEL_INDEX, to_json(index))
-        listing = ExpertIndex.of(self.k, self.experts, self.pretrain)
-        self._put(f"experts/{EXPERTS}", to_json(listing.to_json()))
+        held = {part.removeprefix("experts/"): sha for part, sha in self.parts.items() if part != "router"}
+        self._put(f"experts/{EXPERTS}", to_json(ExpertIndex(k=self.k, experts=held).to_json()))
 
         # Experts of an earlier folder that are not among these: nobody would read them, and they are large.
-        names = [*self.experts, *([PRETRAIN] if self.pretrain else [])]
+        names = [*held]
         # What experts change (LoRA) lies here once: it may be shared pretraining's network, which is here.
-        if self.base and (self.pretrain is None or self.pretrain.weights_sha256 != self.base[0]):
+        if self.base and held.get(PRETRAIN) != self.base[0]:
             names.append(BASES[0])
             if not self.folder.exists(key := f"experts/{BASES[0]}/{WEIGHTS}") or (
                 entry_of(self.folder, ".", key).sha256 != self.base[0]
@@ -267,21 +249,21 @@ class FolderWriter:
 
     def finish(self, about: Mapping[str, Any], picture: bytes | None = None, name: str = "FOLDER") -> None:
         """Write the model card and its picture (a PNG; None removes it), and the manifest last."""
-        assert self.router is not None
+        router = self.cards["router"]
+        experts = {card.island: card for card in self.cards.values() if card.island is not None}
         if picture is None:
             self.folder.delete(PICTURE)
         else:
             self.folder.put(PICTURE, picture)
         generation = self.folder.get_json(MODEL_INDEX)
-        parts = parts_of(self.experts, self.router, self.pretrain)
-        about = {**about, "signed": {part: signer(self.folder, part) for part in parts}}
-        card = model_card(self.router, self.experts, self.k, about, generation, picture is not None, name)
+        about = {**about, "signed": {part: signer(self.folder, part) for part in self.parts}}
+        card = model_card(router, experts, self.k, about, generation, picture is not None, name)
         self.folder.put(README, card.encode())
         manifest = Manifest(
             k=self.k,
-            experts=sorted(self.experts),
-            partition=self.router.partition,
-            parts=parts,
+            experts=sorted(experts),
+            partition=router.partition,
+            parts=self.parts,
             about=dict(about),
             files=self.entries,
         )

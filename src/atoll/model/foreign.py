@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
+from atoll.base.text import shorten
 from atoll.encoders.registry import AUTOENCODERS
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import CARD
@@ -153,7 +154,7 @@ class DiffusersCheckpoint:
             ("has numbers that are not finite in", infinite),
         ):
             if names:
-                raise _refusal(self.name, f"it {fault} {_first(sorted(names))}")
+                raise _refusal(self.name, f"it {fault} {shorten(sorted(names), _SHOWN)}")
         return {name: there[name].float().contiguous() for name in wanted}
 
 
@@ -213,9 +214,10 @@ class Fit:
         lines = [f"initial weights from {name}: {kept}"]
         if self.drawn:
             named = [f"{key} ({why})" for key, why in self.drawn.items()]
-            lines.append(f"  warning: {len(named)} are drawn instead: {_first(named)}")
+            lines.append(f"  warning: {len(named)} are drawn instead: {shorten(named, _SHOWN)}")
         if self.unused:
-            lines.append(f"  warning: {len(self.unused)} of its tensors have no place: {_first(self.unused)}")
+            unused = shorten(self.unused, _SHOWN)
+            lines.append(f"  warning: {len(self.unused)} of its tensors have no place: {unused}")
         return lines
 
 
@@ -243,7 +245,7 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     """Copy into the network what fits; `ConfigError` if nothing does, or it is not finite."""
     fit = compare(network, weights)
     if not fit.kept:
-        why = _first([f"{key} ({reason})" for key, reason in fit.drawn.items()])
+        why = shorten([f"{key} ({reason})" for key, reason in fit.drawn.items()], _SHOWN)
         raise ConfigError(
             f"none of the {len(weights)} tensors of {name} fits the network: {why}",
             "give the network the checkpoint's family and dimensions"
@@ -293,11 +295,6 @@ def _json(name: str, path: Path) -> dict[str, Any]:
 
 def _refusal(name: str, why: str) -> ConfigError:
     return ConfigError(f"{name!r} cannot be used: {why}", _FIX)
-
-
-def _first(names: list[str] | tuple[str, ...]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -36,11 +36,13 @@ class Conditions:
             raise ConfigError(f"{null.rows} negative prompts for {count} prompts", fix)
         if null.rows > 1:
             null = null.map(lambda part: part.repeat_interleave(each, dim=0))
-        return cls(lambda numbers: cond.take([n // each for n in numbers]), null, count * each, tuple(texts))
+        return cls(
+            lambda numbers: cond.select([n // each for n in numbers]), null, count * each, tuple(texts)
+        )
 
     def of(self, numbers: Sequence[int], device: torch.device | str) -> tuple[Condition, Condition]:
         """Conditions and null conditions of some samples, on a device."""
-        null = self.null if self.null.rows <= 1 else self.null.take(numbers)
+        null = self.null if self.null.rows <= 1 else self.null.select(list(numbers))
         return self.cond(numbers).to(device), null.to(device)
 
 

@@ -3,9 +3,10 @@
 Imports no torch: settings hold both.
 """
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, field_validator
 
 from atoll.base.config import Config
 from atoll.base.errors import ConfigError
@@ -35,12 +36,7 @@ class Generation(Config):
     def with_(self, **changes: Any) -> Self:
         """A copy with some values replaced; None leaves one as it is, and a wrong one is a `ConfigError`."""
         given = {name: value for name, value in changes.items() if value is not None}
-        try:
-            return type(self).model_validate({**dict(self), **given})
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{name}={first['input']!r}: {first['msg']}", f"correct {name}") from None
+        return self.parse({**dict(self), **given}, "the generation")
 
     def at(self, height: int, width: int) -> Self:
         """The same with the number that the shift is for latents of these sides."""
@@ -73,6 +69,16 @@ class Residency(Config):
     bound: float = Field(default=0.05, ge=0, le=1)
     """Maximum perceptual distance (1 - SSIM) of images by `fp8` or `int8` from those of the same noise with
     whole weights; 1 compares none."""
+
+    @field_validator("keep")
+    @classmethod
+    def _compiles(cls, keep: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no pattern ({error}): write proj_out or attn.*") from None
+        return keep
 
     @property
     def stored(self) -> bool:

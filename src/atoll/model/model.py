@@ -226,7 +226,7 @@ class Model:
 
     def conditions(
         self,
-        prompts: str | Sequence[str | int] = (),
+        prompts: str | int | Sequence[str | int] = (),
         negative: Sequence[str] | str = "",
         each: int = 1,
         cut: bool = False,
@@ -239,7 +239,7 @@ class Model:
             each: samples of every prompt; without prompts, samples.
             cut: cut texts that are too long, instead of refusing them.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str | int) else list(prompts)
         if each < 1:
             raise ConfigError(f"{each} pictures of each prompt", "give 1 or more")
         # A number would be encoded as a text, and give a picture of the word "3".
@@ -249,7 +249,7 @@ class Model:
             )
         texts = tuple(map(str, prompts))
         negatives = [negative] if isinstance(negative, str) else list(negative)
-        if self.card.condition != "text" and any(negatives):
+        if any(negatives) and (self.card.condition != "text" or self.card.shape.guidance):
             raise ConfigError("this model takes no negative prompt", "leave it out")
         if self.card.condition == "none":
             if texts:
@@ -316,7 +316,7 @@ class Model:
 
     def __call__(
         self,
-        prompts: str | Sequence[str | int] = (),
+        prompts: str | int | Sequence[str | int] = (),
         each: int = 1,
         generation: Generation | None = None,
         batch: int = 64,

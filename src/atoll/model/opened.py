@@ -104,7 +104,7 @@ def locate(name: str | os.PathLike[str], experts: Any, **hub: Any) -> Path:
     # First what says which parts there are: one expert of eight need not cost the bytes of all.
     fix, lists = "check the name, the revision and the network", [MODEL_INDEX, f"experts/{EXPERTS}"]
     root = fetch(str(name), [MANIFEST, SIGNATURE, *lists], fix, **hub)
-    numbers = read_index(root / "experts").numbers
+    numbers = ExpertIndex.read(Store.open(root), f"experts/{EXPERTS}").numbers
     wanted = [f"experts/{number}/*" for number in select_experts(experts, numbers)]
     wanted += [f"{part}/*" for part in (PRETRAIN_PART, f"experts/{BASES[0]}")]
     others = [f"{part}/*" for part in index_entries(read_tree(root / MODEL_INDEX)) if part != "experts"]
@@ -156,7 +156,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     files = Store.open(root)
     if not files.exists(MANIFEST):
         raise StoreError(f"{root} is not complete (no {MANIFEST})", REMEDY)
-    manifest, listing = Manifest.read(files, MANIFEST), read_index(root / "experts")
+    manifest = Manifest.read(files, MANIFEST)
+    listing = ExpertIndex.read(files, f"experts/{EXPERTS}")
     chosen = select_experts(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
@@ -209,13 +210,6 @@ def mark_incomplete(root: Path) -> None:
     folder = Store.open(root, create=True)
     if not folder.exists(MODEL_INDEX):
         folder.put_json(MODEL_INDEX, {"_class_name": PIPELINE})
-
-
-def read_index(root: Path) -> ExpertIndex:
-    """What `experts.json` lists; `StoreError` if it is missing, damaged or of another version."""
-    if not (root / EXPERTS).is_file():
-        raise StoreError(f"{root / EXPERTS} is missing", REMEDY)
-    return ExpertIndex.read(Store.open(root), EXPERTS)
 
 
 def select_experts(experts: Any, there: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,7 +20,7 @@ from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.model.card import Card
-from atoll.model.expert import Expert, FileWeights, Spec, StoredExpert
+from atoll.model.expert import Expert, FileWeights, StoredExpert
 from atoll.model.generation import Residency
 from atoll.model.replay import Replayed
 from atoll.networks.storage import SCALE, STORED, store, write_stored
@@ -38,7 +37,6 @@ class ResidentExperts:
         stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
             network of its own.
         dtype: of their weights; by default that of the network's class (float32).
-        compile: arguments of `nn.Module.compile`, or None to leave the networks as they are.
 
     Attributes:
         capacity: experts that a step can use without bringing any of them twice in the next.
@@ -51,7 +49,6 @@ class ResidentExperts:
         residency: Residency | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.residency, self.device, self.dtype = residency or Residency(), torch.device(device), dtype
         self._modules: dict[str, _SharedModule] = {}
@@ -61,10 +58,9 @@ class ResidentExperts:
             if source is not None:
                 key = digest({"family": source.family, "config": dict(source.config), "base": source.shared})
                 if key not in self._modules:
-                    stored_as = self.residency.dtype, self.residency.keep
-                    self._modules[key] = _SharedModule(source, self.device, dtype, compile, *stored_as)
+                    self._modules[key] = _SharedModule(source, self.device, dtype, self.residency)
                 module = self._modules[key]
-                if _shapes(source.specs) != module.shapes:
+                if {name: spec.shape for name, spec in source.specs.items()} != module.shapes:
                     source.network()  # refuses it, by the first tensor that is not its settings'
                 how = source.family, source.prediction, source.schedule, source.card
                 expert = Expert(module.network, *how, replayed=module.replayed)
@@ -101,11 +97,6 @@ class ResidentExperts:
         return ResidentExpert(self, number)
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """Numbers of experts that do not exist."""
-        return tuple(number for number in range(self._count) if number not in self._experts)
-
-    @property
     def resident(self) -> tuple[int, ...]:
         """Numbers of experts that are on the device, or on their way."""
         return tuple(sorted(slot.number for slot in self._slots if slot.number is not None))
@@ -122,20 +113,6 @@ class ResidentExperts:
         self._queue = deque([*order, *(n for n in next if n not in order)])
         self._bring_ahead(None)
         return order
-
-    def velocity(
-        self, number: int, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
-    ) -> Float[Tensor, "B C H W"]:
-        """Rectified-flow velocity of one expert, which is brought first if it is not there."""
-        # Bound before the next ones are brought: the slot of the expert that runs must not be given away.
-        source, slot = self._experts[number], self._bring(number)
-        source.module.bind(slot)
-        self._bring_ahead(slot)
-        v = source.expert.velocity(x_t, t, cond)
-        if slot.done is not None:
-            # The GPU runs behind the host: whoever overwrites the slot has to wait for this event.
-            slot.done.record(torch.cuda.current_stream(self.device))
-        return v
 
     def unchanged(self, card: Card) -> "Denoiser | None":
         """The network of this card, if it is the one that experts change (LoRA): a change of zeros."""
@@ -246,7 +223,7 @@ class ResidentExperts:
 
 @dataclass(frozen=True)
 class ResidentExpert:
-    """One of `ResidentExperts` as a denoiser."""
+    """One of `ResidentExperts` as a denoiser; they do not know it, so memory is free when they are let go."""
 
     experts: ResidentExperts
     number: int
@@ -254,8 +231,16 @@ class ResidentExpert:
     def velocity(
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
-        """Rectified-flow velocity (see `base.condition.Denoiser`)."""
-        return self.experts.velocity(self.number, x_t, t, cond)
+        """Rectified-flow velocity (see `base.condition.Denoiser`); it is brought first if it is not there."""
+        # Bound before the next ones are brought: the slot of the expert that runs must not be given away.
+        source, slot = self.experts._experts[self.number], self.experts._bring(self.number)
+        source.module.bind(slot)
+        self.experts._bring_ahead(slot)
+        v = source.expert.velocity(x_t, t, cond)
+        if slot.done is not None:
+            # The GPU runs behind the host: whoever overwrites the slot has to wait for this event.
+            slot.done.record(torch.cuda.current_stream(self.experts.device))
+        return v
 
     @property
     def network(self) -> nn.Module:
@@ -278,7 +263,7 @@ class Unchanged(Denoiser):
 class Layout:
     """Where the tensors of one architecture lie in one flat block of memory."""
 
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, specs: Mapping[str, Tensor]) -> None:
         self.specs, self.starts, self.nbytes = dict(specs), dict[str, int](), 0
         for name, spec in self.specs.items():
             self.starts[name] = self.nbytes
@@ -304,10 +289,6 @@ class Layout:
                 weights.read(key, view)
             else:
                 view.copy_(weights[key])
-
-
-def _shapes(specs: Mapping[str, Spec]) -> dict[str, tuple[int, ...]]:
-    return {name: spec.shape for name, spec in specs.items()}
 
 
 @dataclass(eq=False)
@@ -347,28 +328,25 @@ class _SharedModule:
         stored: StoredExpert,
         device: torch.device,
         dtype: torch.dtype | None,
-        compile: Mapping[str, Any] | None,
-        stored_as: str,
-        keep: Sequence[str],
+        residency: Residency,
     ) -> None:
         with torch.inference_mode(False):
             self.network: nn.Module = stored.network().eval().requires_grad_(False)
             # What experts share stays here; their own lies in slots.
             own = {n: value for n, value in self.network.state_dict().items() if n not in stored.base}
-            self.shapes = {name: tuple(value.shape) for name, value in own.items()}
-            kinds = store(self.network, STORED[stored_as], keep) if stored_as in STORED else {}
+            self.shapes = {name: value.shape for name, value in own.items()}
+            kind_of = STORED.get(residency.dtype)
+            kinds = {} if kind_of is None else store(self.network, kind_of, residency.keep)
             specs = {}
             for name, value in self.network.state_dict(keep_vars=True).items():
                 if name.removesuffix(SCALE) in stored.base:
                     continue
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 kind = kinds.get(name, kind)
-                specs[name] = Spec(kind, tuple(value.shape))
+                specs[name] = value.new_empty(value.shape, dtype=kind, device="meta")
                 # The module takes no memory of its own; `bind` points its parameters into a slot.
                 value.data = value.data.new_empty(0)
             nn.Module.to(self.network, device=device, dtype=dtype)  # diffusers' own warns of nothing
-            if compile is not None:
-                self.network.compile(**compile)
             self.layout = Layout(specs)
             held = self.network.state_dict(keep_vars=True)
             for name, value in stored.base.items():

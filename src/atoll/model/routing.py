@@ -66,10 +66,11 @@ class Routing(Config):
             raise ConfigError(f"there is no routing {self.strategy!r}", f"valid: {_forms()}")
         if self.function is not None:
             try:
+                hash(self.function)
                 with suppress(ValueError):  # a builtin does not tell
                     inspect.signature(self.function).bind(None, None)
             except TypeError:
-                fix = "give a function of logits and uniforms"
+                fix = "give a function of logits and uniforms, or an object with a hash"
                 raise ConfigError(f"routing {str(self)!r} is no strategy", fix) from None
         null = self.null
         if isinstance(null, Routing) and (null.rule.fixed or null.null or null.without):
@@ -191,7 +192,7 @@ class Routing(Config):
         if self.null == PRETRAIN and not pretrained:
             raise ConfigError(
                 f"routing {str(self)!r}: there is no network of shared pretraining",
-                "where the campaign has budget.pretrain, run 'atoll assemble'; else take another null branch",
+                "where budget.pretrain is above 0, run 'atoll assemble'; else take another null branch",
             )
         if self.without and self.without[-1] >= experts:
             what = f"routing {str(self)!r}: there is no expert {self.without[-1]}"

@@ -93,31 +93,21 @@ def empty_condition(shape: DataShape, batch: int) -> Condition:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What training one network keeps in memory, all in bytes but for the parameters.
+    """What training one network keeps in memory, all in bytes but for the numbers of parameters."""
 
-    Attributes:
-        parameters: trainable numbers.
-        frozen: numbers that stay as they are: those of the network that it changes (LoRA).
-        block_parameters: all of its largest block.
-        outer_parameters: all outside the blocks.
-        casts: weights in bf16, kept from the forward to the backward pass; 0 without bf16.
-        activations: kept for the backward pass, per sample.
-        checkpointed: the same where every block is computed again in the backward pass, per sample: the
-            blocks' inputs, and all of the one block in hand.
-        drawing: at most at once where nothing is kept and numbers are bf16, per sample. It is half of what
-            training keeps of a block: the other half is gone, or not there yet.
-        storable: numbers of those weights that may be stored in one byte while sampling.
-    """
-
-    parameters: int
-    block_parameters: int
-    outer_parameters: int
-    casts: int
-    activations: float
+    parameters: int  # trainable
+    block_parameters: int  # of its largest block
+    outer_parameters: int  # outside the blocks
+    casts: int  # weights in bf16, kept from the forward to the backward pass; 0 without bf16
+    activations: float  # kept for the backward pass, per sample
+    # The same where every block is computed again in the backward pass: the blocks' inputs, and all of the
+    # one block in hand.
     checkpointed: float
+    # At most at once where nothing is kept and numbers are bf16, per sample. It is half of what training
+    # keeps of a block: the other half is gone, or not there yet.
     drawing: float = 0.0
-    frozen: int = 0
-    storable: int = 0
+    frozen: int = 0  # parameters that stay as they are: those of the network that it changes (LoRA)
+    storable: int = 0  # parameters that may be stored in one byte while sampling
 
     def weights(self, width: int, stored: bool) -> tuple[int, int]:
         """Bytes of what it trains and of what it changes, at `width` a number or, `stored`, in one."""

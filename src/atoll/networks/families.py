@@ -72,6 +72,11 @@ class Family:
             what = f"network.arguments: {self.class_name} has no argument {name!r}"
             raise ConfigError(what, nearest(name, known))
         network = self.adapt(self.network_class()(**{**self.arguments(config, shape), **config.arguments}))
+        made = self.made_for({**known, **dict(cast(Any, network).config)}, shape)
+        for name in ("channels", "text_width", "classes"):
+            if (mine := getattr(made, name)) != (own := getattr(shape, name)):
+                what = f"network.arguments make a network for {name} {mine}, and the data have {own}"
+                raise ConfigError(what, "leave that argument out")
         return changed(network, config.lora)
 
     def adapt(self, network: nn.Module) -> nn.Module:
@@ -392,12 +397,8 @@ def family(name: str) -> Family:
 
 def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
     """The tensors of a network's file beside its parameters: SD3's table of positions."""
-    buffers = {}
-    for prefix, module in network.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}".lstrip(".")] = value.detach()
-    return buffers
+    parameters = dict(network.named_parameters())
+    return {name: value for name, value in network.state_dict().items() if name not in parameters}
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.base.errors import ConfigError
 from atoll.networks.lora import is_change
 
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -24,6 +25,10 @@ def stored_layers(network: nn.Module, keep: Sequence[str] = ()) -> dict[str, nn.
     """
     own = getattr(network, "_skip_layerwise_casting_patterns", None) or ()
     kept = [*KEPT, *own, *keep]
+    for part in keep:
+        if not any(re.search(part, name) for name, _ in network.named_modules()):
+            what, fix = f"residency.keep: no layer's name has {part!r}", "write such as proj_out or attn.*"
+            raise ConfigError(what, fix)
     return {
         name: layer
         for name, layer in network.named_modules()

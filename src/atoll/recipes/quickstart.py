@@ -12,28 +12,11 @@ from atoll.store.store import Store
 STAGES = "reports/stages.json"
 
 
-def commands(folder: str) -> list[list[str]]:
-    """The commands of the quickstart after `atoll new`."""
-    return [
-        ["data", "ingest", folder],
-        ["data", "embed", folder],
-        ["data", "encode", folder],
-        ["partition", folder],
-        ["launch", folder, "--on", "local"],
-        ["compare", folder],
-        ["diagnose", folder],
-        ["report", folder],
-    ]
+COMMANDS = "data ingest", "data embed", "data encode", "partition", "launch", "compare", "diagnose", "report"
 
 
 def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object]) -> None:
-    """Run every command, printed as it runs; finished stages say so and cost nothing.
-
-    Args:
-        folder: of the campaign.
-        sets: overrides for `atoll new`.
-        invoke: runs one command.
-    """
+    """Invoke every command, printed as it runs; finished stages say so and cost nothing."""
     start = time.monotonic()
     store = Store.open(folder, create=True)
     if not store.exists("campaign.yaml"):
@@ -46,11 +29,10 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
     # Times of a run that went through stay: commands that find everything finished take no time to speak of.
     done_before = store.exists("reports/index.html")
     seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}
-    for argv in commands(folder):
-        name = " ".join(part for part in argv[:2] if part != folder)
+    for name in COMMANDS:
         began = time.monotonic()
         try:
-            _step(argv, invoke)
+            _step([*name.split(), folder], invoke)
         finally:
             if not done_before:
                 seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 1)

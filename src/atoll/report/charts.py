@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from atoll.campaign.roles import RUNS, SINGLE
 from atoll.report.facts import Point
@@ -232,14 +232,9 @@ class Strip:
     @property
     def about(self) -> str:
         """`mostly expert 2 in steps 1 to 4, then mostly expert 0 in steps 5 to 15`, by the largest weight."""
-        spans: list[list[int]] = []
-        for number, step in enumerate(self.weights, 1):
-            leader = max(range(len(step)), key=step.__getitem__)
-            if spans and spans[-1][0] == leader:
-                spans[-1][2] = number
-            else:
-                spans.append([leader, number, number])
-        words = (f"mostly expert {k} in steps {first} to {last}" for k, first, last in spans)
+        leaders = [max(range(len(step)), key=step.__getitem__) for step in self.weights]
+        spans = [[*span] for _, span in groupby(enumerate(leaders, 1), key=lambda pair: pair[1])]
+        words = (f"mostly expert {span[0][1]} in steps {span[0][0]} to {span[-1][0]}" for span in spans)
         return f"{self.name}: {', then '.join(words)}"
 
     @property
@@ -259,12 +254,12 @@ class Strip:
 
     @property
     def tooltips(self) -> list[str]:
-        """Of every step: its time, and who served it."""
+        """Of every step, who served it."""
         texts, steps = [], len(self.weights)
         for number, step in enumerate(self.weights):
             total = sum(step) or 1.0
             used = ", ".join(f"expert {k} {w / total:.0%}" for k, w in enumerate(step) if w > 0.005 * total)
-            texts.append(f"{self.name}, step {number + 1} of {steps}, t = {1 - number / steps:.2f}: {used}")
+            texts.append(f"{self.name}, step {number + 1} of {steps}: {used}")
         return texts
 
 

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +36,6 @@ SIDE = 128
 SEARCHED = 50_000
 """Positions of the source in which rejected pictures are looked for."""
 BARS = 32
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar of a histogram: what it counts, and how high it is, of 1."""
-
-    name: str
-    height: float
 
 
 def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
@@ -130,8 +121,11 @@ def write_data_card(campaign: Campaign, contents: Contents) -> str:
     return dataset.store.name(README)
 
 
-def bars(tally: Histogram, most: int = BARS) -> list[Bar]:
-    """A histogram of numbers: one bar each where they are few, else ranges; of equal ratios if wide."""
+def bars(tally: Histogram, most: int = BARS) -> list[tuple[str, float]]:
+    """A histogram of numbers: one bar each where they are few, else ranges; of equal ratios if wide.
+
+    Of each bar what it counts, and its height, of 1.
+    """
     values = sorted(tally)
     if len(values) <= most:
         edges = [(f"{value:g}", tally[value]) for value in values]
@@ -144,7 +138,7 @@ def bars(tally: Histogram, most: int = BARS) -> list[Bar]:
         edges = [(f"{a:.3g} to {b:.3g}", int(n)) for a, b, n in zip(ends[:-1], ends[1:], counts, strict=True)]
     top = max(count for _, count in edges)
     # Roots, so that a rare value is seen beside one that most rows have.
-    return [Bar(f"{name}: {count:,} rows", math.sqrt(count / top)) for name, count in edges]
+    return [(f"{name}: {count:,} rows", math.sqrt(count / top)) for name, count in edges]
 
 
 def _most(counts: Mapping[str, int], shown: int = 20) -> list[tuple[str, int]]:

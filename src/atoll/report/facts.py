@@ -20,6 +20,7 @@ from atoll.campaign.roles import BASELINE, RUNS, SINGLE
 from atoll.campaign.runs import MetricsLine, Run, RunPlan, read_partition, runs_as
 from atoll.data.formats import PartitionFile
 from atoll.model.card import Card
+from atoll.model.routing import PRETRAIN
 from atoll.store.store import Store
 
 Point = tuple[float, float]
@@ -306,6 +307,8 @@ class Facts:
             # Its type is beside torch, which a report does without, so the file is read as it is.
             content = self.store.get_json(key)
             published = (content.get("parts") or {}) if isinstance(content, dict) else {}
+        if (guide := f"experts/{PRETRAIN}") not in parts:  # it draws nothing but under `null pretrain`
+            published.pop(guide, None)
         digests = {name: card.weights_sha256 for name, card in cards.items() if card}
         return bool(parts) and parts != {**published, **digests}
 

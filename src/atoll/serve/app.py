@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atoll.base.errors import AtollError, ConfigError, nearest
 from atoll.base.format import code_version
-from atoll.base.safe_parse import read_lines
+from atoll.base.safe_parse import read_text
 from atoll.report.charts import ring, stylesheet
 from atoll.report.page import Dashboard, environment
 from atoll.serve.metrics import Metrics
@@ -234,7 +234,7 @@ def read_keys(path: Path | None) -> list[str]:
     """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too. `ConfigError` of those that are none."""
     keys = [key.strip() for key in os.environ.get("ATOLL_KEYS", "").split(",") if key.strip()]
     if path is not None:
-        lines = [line.strip() for line in read_lines(path)]
+        lines = [line.strip() for line in read_text(path).splitlines()]
         written = [line for line in lines if line and not line.startswith("#")]
         if not written:
             raise ConfigError(f"{path} holds no key", "write one a line")

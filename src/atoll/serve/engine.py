@@ -381,7 +381,8 @@ class Engine:
         """Hand a picture to who asked for it; with an index, a partial one."""
         picture: Picture = row.owner
         job, number = picture.job, picture.number
-        if not job.waiting or job.cancelled:
+        # Who left during this step has no row in a later one, where it would be noticed.
+        if not job.waiting or (job.cancelled and self._gone(job)):
             return
         try:
             image = model.pictures(latent, [number])[0]

@@ -31,7 +31,7 @@ from atoll.campaign.card_facts import COMPARISON, prompts
 from atoll.campaign.folder import FROZEN, Campaign
 from atoll.campaign.report_table import of_clusters
 from atoll.campaign.roles import BESIDE
-from atoll.campaign.sample import campaign_model
+from atoll.campaign.sample import load_model
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import MANIFEST
 from atoll.model.generation import Generation
@@ -348,9 +348,11 @@ def open_app(
     source: str, settings: ServeSettings, keys: Sequence[str] = (), trusted: Sequence[str] | None = None
 ) -> tuple[FastAPI, Engine]:
     """The application of `serve`, for any ASGI server, and its engine, which is still to be started."""
-    load = partial(Model.load, residency=settings.residency, device=own_device(), trusted=trusted)
+    options: dict[str, Any] = {"device": own_device(), "trusted": trusted}
+    options |= {} if settings.residency is None else {"residency": settings.residency}
+    load = partial(load_model, source, **options)
     if is_hub_name(source):
-        engine = Engine({ENSEMBLE: partial(load, source)}, settings, Metrics())
+        engine = Engine({ENSEMBLE: load}, settings, Metrics())
         return create_app(engine, settings, keys), engine
     store = Store.open(source)
     names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
@@ -363,10 +365,6 @@ def open_app(
         about = {"dashboard": Dashboard(campaign), "clusters": of_clusters(store)}
         if store.exists(COMPARISON) and campaign.config.condition == "text":
             about["examples"] = prompts(campaign, 3)
-        # Side by side all draw with the campaign's steps and guidance, but for a student of few steps.
-        load = partial(campaign_model, campaign, **load.keywords)
-    else:
-        load = partial(load, store)
     engine = Engine({name: partial(load, name) for name in names}, settings, Metrics())
     return create_app(engine, settings, keys, **about), engine
 

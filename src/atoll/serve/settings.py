@@ -38,8 +38,8 @@ class ServeSettings(Config):
     threads: int = Field(default=1, ge=0, le=1024)
     """Threads that torch computes with on a CPU; 0 takes every core. With one, no picture depends to the bit
     on what shares its batch."""
-    residency: Residency = Residency()
-    """How many experts stay on the device."""
+    residency: Residency | None = None
+    """How many experts stay on the device; by default the campaign's `sampling.residency`."""
 
     @classmethod
     def of(cls, assignments: Sequence[str]) -> Self:

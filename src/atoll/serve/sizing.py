@@ -9,7 +9,8 @@ import torch
 from atoll.base.config import Config
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
-from atoll.base.table import Table, measured
+from atoll.base.table import Table, column
+from atoll.campaign.sample import load_model
 from atoll.model.generation import Residency
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.residency import ResidentExperts
@@ -27,15 +28,15 @@ class Size(Config):
 
     experts: int
     """Experts on the device, the place that the next is brought into not counted."""
-    weights: int = measured(unit="bytes")
+    weights: int = column(unit="bytes")
     """All experts' places there."""
-    peak: int = measured(unit="bytes")
+    peak: int = column(unit="bytes")
     """Most of the device's memory that was in use, or of the process where the device is the CPU."""
-    rows: float = measured(unit="1/s", digits=3)
+    rows: float = column(unit="1/s", digits=3)
     """Steps of pictures a second at full batches."""
-    pictures: float = measured(unit="1/s", digits=3)
+    pictures: float = column(unit="1/s", digits=3)
     """Pictures a second."""
-    swaps: float = measured(digits=3)
+    swaps: float = column(digits=3)
     """Experts brought for each picture."""
 
 
@@ -48,10 +49,10 @@ def sizes(source: str, settings: ServeSettings) -> Table:
     resident, available = 1, sys.maxsize
     while resident < 2 * available:
         how = Residency(experts=min(resident, available))
-        model = Model.load(source, residency=how, device=own_device())
+        model = load_model(source, residency=how, device=own_device())
         experts = model.bank.experts
         assert isinstance(experts, ResidentExperts)
-        available = len(experts) - len(experts.missing)
+        available = len(experts) - len(model.bank.missing)
         rows.append(_measured(model, experts, settings, min(resident, available)))
         resident *= 2
     return Table.of(Size, rows, "sizes", "A server by the number of experts on the device")

@@ -29,7 +29,7 @@ def folder() -> Path:
 
 def fetch(url: str, meta: Any, read: ranges.Fetch) -> Path:
     """A local file with the bytes of an object of this `meta`, unless its copy is there."""
-    path = _place(meta, url)
+    path = place(url, [meta["e_tag"], meta["size"], meta["last_modified"].timestamp()])
     if _is_whole(path, meta):
         return path
     try:
@@ -61,10 +61,6 @@ def _is_whole(path: Path, meta: Any) -> bool:
         return path.stat().st_size == int(meta["size"])
     except OSError:
         return False
-
-
-def _place(meta: Any, url: str) -> Path:
-    return place(url, [meta["e_tag"], meta["size"], meta["last_modified"].timestamp()])
 
 
 def place(url: str, content: Sequence[Any]) -> Path:

@@ -3,10 +3,10 @@
 Large files are read through local paths, a little at a time; a remote store's are copies in `store.cache`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from posixpath import join
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -46,9 +46,6 @@ class Published(File):
 
     files: OwnFiles = []
     """The files, relative to the manifest's folder."""
-
-
-Manifest = TypeVar("Manifest", bound=Published)
 
 
 def write_file(store: Store, prefix: str, path: str, data: bytes) -> FileEntry:
@@ -131,19 +128,3 @@ def verify(source: Path | bytes, entry: FileEntry, name: str) -> None:
         raise Damaged(f"{name} has {size} bytes instead of {entry.bytes}", "it is torn: write it again")
     if digest != entry.sha256:
         raise Damaged(f"{name} does not match its SHA-256", "it is damaged: write it again")
-
-
-def publish(store: Store, prefix: str, blobs: Mapping[str, bytes], name: str, manifest: Published) -> None:
-    """Write files, read them back, then create the manifest `name`; `Conflict` if there is one already."""
-    # In this order, since the manifest makes the files exist: a kill before its last line leaves nothing
-    # that anybody reads, and a store that loses bytes is found out while we still have them.
-    entries = [write_blocks(store, prefix, path, [data]) for path, data in blobs.items()]
-    store.create_json(join(prefix, name), manifest.model_copy(update={"files": entries}).to_json())
-
-
-def read_published(
-    store: Store, prefix: str, name: str, kind: type[Manifest]
-) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest `name` and all its files; `Absent` or `Damaged` where one is not what it says."""
-    manifest = kind.read(store, join(prefix, name))
-    return manifest, {entry.path: read_file(store, prefix, entry) for entry in manifest.files}

@@ -113,13 +113,6 @@ class Store:
         clean = posixpath.normpath(key) if key else "."
         return self.location if clean == "." else f"{self.location.rstrip('/')}/{clean}"
 
-    def key_of(self, name: str) -> str | None:
-        """The key of a whole name; None if it lies outside this store."""
-        if name == self.location:
-            return ""
-        base = self.location.rstrip("/") + "/"
-        return name.removeprefix(base) if name.startswith(base) else None
-
     def get(self, key: str) -> bytes:
         """All bytes of an object; `Absent` if it is missing."""
         try:
@@ -237,12 +230,14 @@ class Store:
 
     def exists(self, key: str) -> bool:
         """Whether there is an object under this key."""
-        if self.local is not None:
-            return self.path(key).is_file()
         try:
+            if self.local is not None:
+                return self.path(key).is_file()
             self._head(key)
         except Absent:
             return False
+        except OSError as error:  # a folder that may not be looked into
+            raise self._unread(key, error) from None
         return True
 
     def size(self, key: str) -> int:

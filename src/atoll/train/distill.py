@@ -127,13 +127,7 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     for run in experts:
         check_place(cards[run.folder], run.name, run.folder)
     if "router" in Run("student").kind.needs(config):
-        router = Checkpoint(store, "router/expert")
-        if not router.published:
-            raise PartitionError(
-                f"the student's teachers are routed, and {store.location} has no router yet",
-                "train it first: atoll train router",
-            )
-        cards["router"] = router.card
+        cards["router"] = Checkpoint.of_run(store, "router").card
     check_together(list(cards.values()))
     if cards[experts[0].folder].partition != plan.partition:
         raise PartitionError(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -70,24 +70,11 @@ class RunInfo:
 Shown = Mapping[str, float | Image.Image]
 
 
-class Tracker(Protocol):
-    """One place where a run is shown."""
-
-    def show(self, step: int, values: Shown) -> None:
-        """Show numbers or a picture of a step."""
-
-    def files(self) -> Iterator[tuple[str, bytes]]:
-        """Write out what was shown, and name the files that belong into the run's folder."""
-
-    def close(self) -> None:
-        """End: nothing comes any more."""
-
-
 class Trackers:
     """All trackers of a run; none of them can end it."""
 
     def __init__(self) -> None:
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, _TensorBoard | _Wandb] = {}
         self._sizes: dict[str, int] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -95,15 +82,13 @@ class Trackers:
         """Begin, or go on where an earlier process of this run stopped; files bear the holder's name."""
         self.run, suffix = run, f"{info.start:06d}-{holder}"
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-trackers-", ignore_cleanup_errors=True)
-        folder, makers = Path(self._folder.name), dict[str, Callable[[], Tracker]]()
+        folder = Path(self._folder.name)
         if config.tensorboard:
-            makers["tensorboard"] = lambda: _TensorBoard(folder / "tensorboard", suffix, info)
+            self.start("tensorboard", lambda: _TensorBoard(folder / "tensorboard", suffix, info))
         if config.wandb != "off":
-            makers["wandb"] = lambda: _Wandb(config, folder, suffix, info)
-        for name, make in makers.items():
-            self.start(name, make)
+            self.start("wandb", lambda: _Wandb(config, folder, suffix, info))
 
-    def start(self, name: str, make: Callable[[], Tracker]) -> None:
+    def start(self, name: str, make: "Callable[[], Tracker]") -> None:
         """Add one."""
         try:
             self._trackers[name] = make()
@@ -133,7 +118,7 @@ class Trackers:
     def close(self) -> None:
         """End all of them; one that hangs is not waited for."""
 
-        def end(tracker: Tracker) -> None:
+        def end(tracker: "Tracker") -> None:
             tracker.close()
             self._put(tracker)
 
@@ -147,14 +132,14 @@ class Trackers:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _put(self, tracker: Tracker) -> None:
+    def _put(self, tracker: "Tracker") -> None:
         for name, data in tracker.files():
             # Both kinds of file only grow, so the size tells whether there is something new to upload.
             if self._sizes.get(name) != len(data):
                 self.run.put(name, data)
                 self._sizes[name] = len(data)
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
+    def _each(self, do: "Callable[[Tracker], None]") -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 do(tracker)
@@ -163,6 +148,9 @@ class Trackers:
             except Exception as error:
                 self._trackers.pop(name, None)
                 say(f"warning: {name} failed, the run goes on without it: {first_line(error)}")
+
+
+# Trackers show what they are given of a step, and name the files that belong into the run's folder.
 
 
 class _TensorBoard:
@@ -230,3 +218,6 @@ class _Wandb:
     def close(self) -> None:
         self._run.finish()
         self._teardown()  # only then are offline files whole
+
+
+Tracker = _TensorBoard | _Wandb

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from atoll.base.console import Progress, say
+from atoll.base.device import using_threads
 from atoll.base.errors import AtollError, StoreError
 from atoll.base.preemption import Interrupted, catch_signals
 from atoll.base.processes import ProcessGroup, joined
@@ -22,7 +23,7 @@ from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.families import kept_buffers
 from atoll.networks.lora import own, trainable
-from atoll.store.lease import Heart, acquire, new_holder, read_heartbeat
+from atoll.store.lease import Heart, Heartbeat, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train.loggers import RunInfo, Trackers
@@ -47,8 +48,7 @@ def train(
         AtollError: too many steps in a row were skipped; data or another rank did not come.
     """
     settings = task.rows.recipe.train
-    torch.set_num_threads(settings.threads)
-    with joined(settings.parallel.collective_timeout_s) as group:
+    with using_threads(settings.threads), joined(settings.parallel.collective_timeout_s) as group:
         _Run(task, store, name, group).go(wait, tracking or TrackingConfig())
 
 
@@ -92,10 +92,11 @@ class _Run:
                     # Closed last: a write that is under way when the run ends, whatever ended it, is a
                     # checkpoint that the next process goes on from.
                     stack.callback(self.saver.close)
+                    before = read_heartbeat(self.run) if self.group.first else None  # ours replaces it
                     self.heart = Heart(self.log, self.settings.lease, self._signs)
                     if self.group.first:
                         stack.enter_context(self.heart)
-                    self._resume()
+                    self._resume(before)
                     if self.group.first and (tracking.tensorboard or tracking.wandb != "off"):
                         self.trackers = Trackers()
                         stack.callback(self.trackers.close)
@@ -139,8 +140,8 @@ class _Run:
         about = {"tracker": self.state.tracker, "threads": self.settings.threads, "ranks": self.group.size}
         return acquire(self.log, self.settings.lease, wait=wait, pause=pause, **about)
 
-    def _resume(self) -> None:
-        state, before = self.state, read_heartbeat(self.run) if self.group.first else None
+    def _resume(self, before: Heartbeat | None) -> None:
+        state = self.state
         resumed = resume(state, self.run, self.log, self.learned, self.group)
         if resumed:
             self.saver.committed = state.step
@@ -297,7 +298,7 @@ class _Run:
         else:
             event = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {state.step:,}"
             bound = f"(bound {state.guard.bound():.3g})"
-            if state.guard.exhausted:
+            if state.guard.in_a_row >= settings.guard.patience:
                 raise AtollError(
                     f"{event}: the last {state.guard.in_a_row} steps were skipped {bound}",
                     "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
@@ -337,7 +338,8 @@ class _Run:
 
     def _save(self, milestone: bool = False) -> None:
         # A milestone is committed even where this step has been: the log's entry is what keeps it for good.
-        if milestone or self.saver.lacks(self.state.step):
+        self.saver.settle()
+        if milestone or self.saver.committed != self.state.step:
             self.phase = "saving"
             self.group.once(self._write_metrics)
             self.saver.save(self.state, milestone)

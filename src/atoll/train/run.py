@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from atoll.base.device import own_device
-from atoll.base.processes import joined
+from atoll.base.processes import ProcessGroup, joined
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
 from atoll.campaign.publication import KEY, trained_already
@@ -61,14 +61,16 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
             first = os.environ.get("LOCAL_RANK", "0") == "0"
             group.each(lambda: dataset.localise(columns) if first else None)
             dataset.localise(columns, check=False)
-            task = _task(campaign, plan, dataset, store, run.name)
+            task = _task(campaign, plan, dataset, store, run.name, group)
             train(task, store, run.name, wait=wait, tracking=tracking)
-    if role == "pretrain":
+    if role == "pretrain" and os.environ.get("RANK", "0") == "0":
         copy_initial_weights(campaign)
     return Checkpoint(store, "expert").card
 
 
-def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str) -> Task:
+def _task(
+    campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, name: str, group: ProcessGroup
+) -> Task:
     config, learns = campaign.config, RUNS[plan.role].task
     network: nn.Module
     if learns == "route":
@@ -93,7 +95,7 @@ def _task(campaign: Campaign, plan: RunPlan, dataset: DataSet, store: Store, nam
         lesson = student.model_dump(include=told)
         tree["student"] = {**lesson, "sampling": sampling, "teachers": hashes}
         if plan.init == "experts":
-            write_initial_weights(campaign, store, plan, network, cards)
+            group.once(lambda: write_initial_weights(campaign, store, plan, network, cards))
     plan = with_initial_weights(network, plan, store, name)
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
     encoder, labelled = token_encoder(campaign, dataset), learns != "denoise"

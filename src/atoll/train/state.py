@@ -117,11 +117,6 @@ class Guard:
         self.in_a_row += 1
         return False
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether too many steps in a row were skipped to go on."""
-        return self.in_a_row >= self.config.patience
-
     def counters(self) -> dict[str, Any]:
         """The state as plain numbers."""
         return {"window": list(self.window), "skipped": self.skipped, "in_a_row": self.in_a_row}
@@ -227,9 +222,9 @@ class Saver:
     """Commits checkpoints beside the training: the state is copied at once and written by a thread.
 
     All processes call it: each writes its own files, and rank 0 names those of all once they are there. A
-    write that fails is told and made up for by the next one; only a takeover, and a failure of the
-    write that is waited for, end the run. A resume must agree with `learned`, the settings that the weights
-    depend on; of commits the newest `keep` stay, and milestones.
+    write that fails is told and made up for by the next one; only a takeover, and a failure of a milestone or
+    of the write that is waited for, end the run. A resume must agree with `learned`, the settings that the
+    weights depend on; of commits the newest `keep` stay, and milestones.
     """
 
     def __init__(
@@ -238,13 +233,8 @@ class Saver:
         self.store, self.log, self.learned, self.keep, self.group = store, log, learned, keep, group
         self.committed, self.seconds = -1, 0.0  # step of the last commit, and how long it took
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
-        # The files that this process writes, and what names those of all.
-        self._pending: tuple[Future[list[FileEntry]], Callable[[list[FileEntry]], None]] | None = None
-
-    def lacks(self, step: int) -> bool:
-        """Whether this step is yet to be committed; waits for a write that is under way."""
-        self.settle()
-        return self.committed != step
+        # The files that this process writes, what names those of all, and whether it is a milestone.
+        self._pending: tuple[Future[list[FileEntry]], Callable[[list[FileEntry]], None], bool] | None = None
 
     def save(self, state: TrainState, milestone: bool = False) -> None:
         """Commit this state; returns when it has been copied, after the write before it is done."""
@@ -264,7 +254,7 @@ class Saver:
         # An entry whose answer was lost may name what is there: it is not written over.
         there = self.group.once(lambda: self.store.exists(f"{name}/{COMMIT}"))
         files = self._thread.submit(self._write, name, {} if there else state.tensors(self.group))
-        self._pending = files, partial(self._commit, name, commit, milestone, start)
+        self._pending = files, partial(self._commit, name, commit, milestone, start), milestone
 
     @property
     def writing(self) -> bool:
@@ -273,14 +263,20 @@ class Saver:
 
     def close(self) -> None:
         """End the thread; a write that is under way is finished."""
-        self._thread.shutdown()
+        try:
+            if self.group.size == 1:  # other ranks may never come to where they would agree on it
+                self.settle()
+        finally:
+            self._thread.shutdown()
 
     def settle(self, fatal: bool = False) -> None:
         """Wait until all files are written, and name them; a failure is told, or `fatal`: a `StoreError`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        files, commit = pending
+        # No later write makes up for a milestone: a run that goes on from the commit before makes it again.
+        files, commit, milestone = pending
+        fatal = fatal or milestone
         written = self.group.each(lambda: _told(files.result, fatal))
 
         # Between two steps, since the files of several processes are known to all only there; it is quick.
@@ -306,7 +302,19 @@ class Saver:
         hashed = sha256(self.store.get(key))
         self.log.append("commit", checkpoint=name, sha256=hashed, milestone=milestone, **shown)
         self.committed, self.seconds = commit.step, time.monotonic() - start
-        _prune(self.store, self.log, self.keep)
+        # What this holder and those before it left goes, but for the newest commits, the milestones, and what
+        # was set aside for whoever wants to know why. What later holders wrote is never touched: this process
+        # may have been overtaken without knowing it yet. Only now, with the newer commit in the log: a kill
+        # at any line leaves one whole checkpoint at least.
+        entries, commits = self.log.entries(), self.log.commits()
+        stay = {entry.checkpoint for entry in entries if entry.kind == "set_aside"}
+        stay |= {e.checkpoint for e in commits[-self.keep :]} | {e.checkpoint for e in commits if e.milestone}
+        holders = [entry.holder for entry in entries if entry.kind == "acquire"]
+        ours = set(holders[: holders.index(self.log.holder) + 1])
+        for key in self.store.list("checkpoints"):
+            folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
+            if folder not in stay and name.partition("-")[2] in ours:
+                self.store.delete(key)
 
 
 def _told(do: Callable[[], Any], fatal: bool) -> Any:
@@ -317,24 +325,6 @@ def _told(do: Callable[[], Any], fatal: bool) -> Any:
             raise
         say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
         return None
-
-
-def _prune(store: Store, log: Log, keep: int) -> None:
-    """Remove what this holder and those before it left, but for the newest commits and the milestones.
-
-    What later holders wrote is never touched: this process may have been overtaken without knowing it yet.
-    What was set aside stays for whoever wants to know why.
-    """
-    # Only now, with the newer commit in the log: a kill at any line leaves one whole checkpoint at least.
-    entries, commits = log.entries(), log.commits()
-    aside = {entry.checkpoint for entry in entries if entry.kind == "set_aside"}
-    kept = {e.checkpoint for e in commits[-keep:]} | {e.checkpoint for e in commits if e.milestone}
-    holders = [entry.holder for entry in entries if entry.kind == "acquire"]
-    ours = set(holders[: holders.index(log.holder) + 1])
-    for key in store.list("checkpoints"):
-        folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
-        if folder not in kept | aside and name.partition("-")[2] in ours:
-            store.delete(key)
 
 
 def resume(

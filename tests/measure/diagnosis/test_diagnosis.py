@@ -254,7 +254,7 @@ def test_the_angle_between_experts() -> None:
 
     def between(*v: Tensor) -> float:
         alignment, each = Alignment([0.5], len(v), range(len(v)), False), torch.stack(v)[:, None, None]
-        alignment.add(
+        alignment.means.add(
             alignment.values(each, None, torch.zeros(1, 4), torch.zeros(1, 1, len(v)), torch.tensor([0])),
             torch.tensor([0]),
         )

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from atoll.base.config import Config, loose, loose_fields
 from atoll.base.errors import ConfigError
 from atoll.base.text import size
-from atoll.campaign.settings.launch import LaunchConfig
+from atoll.campaign.settings.launch import LaunchConfig, merged
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig, EvaluateConfig
 from atoll.campaign.settings.train import StudentConfig, TrackingConfig, TrainConfig
 from atoll.data.settings import (
@@ -23,7 +23,7 @@ from atoll.data.settings import (
 from atoll.encoders.registry import JOIN, KNOWN
 from atoll.flow.settings import ObjectiveConfig, TimeConfig
 from atoll.model.generation import Generation, Residency
-from atoll.model.routing import PRETRAIN, Routing
+from atoll.model.routing import Routing
 from atoll.networks.pipelines import check_settings
 from atoll.networks.settings import TAKES_TEXT, NetworkConfig, check_sides
 from atoll.store.location import resolve, resolve_own
@@ -244,12 +244,7 @@ class CampaignConfig(Config):
                     "data.source: the weights differ, but rows are drawn without weights",
                     "set data.weighted=true, or leave out the weights",
                 )
-        self.sampling.routing.check(self.partition.k)
-        if self.sampling.routing.null == PRETRAIN and not self.budget.pretrain:
-            raise ConfigError(
-                f"sampling.routing {self.sampling.routing}: there is no network of shared pretraining",
-                "set another sampling.routing, such as once, or budget.pretrain above 0",
-            )
+        self.sampling.routing.check(self.partition.k, pretrained=bool(self.budget.pretrain))
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
                 Routing.named(name)
@@ -404,4 +399,4 @@ class CampaignConfig(Config):
 
 
 def _changed(settings: C, changes: Mapping[str, Any], where: str) -> C:
-    return type(settings).parse({**settings.model_dump(), **changes}, where)
+    return type(settings).parse(merged(settings.model_dump(), changes), where)

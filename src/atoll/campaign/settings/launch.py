@@ -141,6 +141,8 @@ class LaunchConfig(Placement):
         # Data and assembly are one process on one node each, whatever the runs are spread over.
         spread = {"gpus", "processes", "nodes"} if role in ("assemble", "data") else set[str]()
         shared = self.model_dump(exclude_unset=True, include=set(Placement.model_fields) - spread)
+        if spread:
+            shared.get("sky", {}).pop("accelerators", None)
         own = self._own(role, island).model_dump(exclude_unset=True, exclude={"workers"})
         return Placement.parse(merged(shared, own), "launch")
 

@@ -1,6 +1,6 @@
 """What a user sets of measuring: `compare`, `evaluate` and `diagnose`."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,7 @@ class CompareConfig(Config):
     prompts: list[str] = loose(default=[])
     """Captions to show side by side; training captions fill up to `shown`."""
     shown: int = loose(default=12, ge=1)
-    """Number of captions to show."""
+    """Number of captions to show; at least all `prompts`."""
     guidances: list[Annotated[float, Field(ge=0)]] = []
     """More guidance scales for the monolith, the student and the strategies of `sweep`."""
     sweep: list[str] | None = None
@@ -60,15 +60,6 @@ class CompareConfig(Config):
         if self.sweep is not None and not self.sweep:
             raise ConfigError("compare.sweep names no strategy", "name one, or leave it out for the defaults")
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sized(cls, tree: Any) -> Any:
-        # The size that these see by default is known by their name, and decides what a comparison is.
-        if not isinstance(tree, dict) or tree.get("extractor_size") is not None:
-            return tree
-        lite = str(tree.get("extractor", LITE)).startswith("efficientnet")
-        return {**tree, "extractor_size": 64} if lite else tree
 
 
 class EvaluateConfig(Config):

@@ -85,11 +85,6 @@ class Scale(Config):
         """Of the dimensions."""
         return tuple(d.name for d in self.dimensions)
 
-    @property
-    def sensitive(self) -> tuple[str, ...]:
-        """Names of the dimensions by which no rows are chosen unasked."""
-        return tuple(d.name for d in self.dimensions if d.sensitive)
-
     @cached_property
     def root(self) -> int:
         """Number of the whole."""
@@ -203,7 +198,7 @@ def read_labels(
         given = torch.tensor([_number(value, path, row) for row, value in enumerate(table[name].to_pylist())])
         scores[:, columns[name]] = torch.where(given.isnan(), scores[:, columns[name]], given)
     (low, high), known = bounds, ~scores.isnan()
-    wrong = known & ((scores < low) | (scores > high))
+    wrong = known & ((scores < min(bounds)) | (scores > max(bounds)))  # the best may be the lowest
     if wrong.any():
         row, number = (int(place) for place in wrong.nonzero()[0])
         what = f"{path}, row {row}: {scale.names[number]} is {float(scores[row, number]):g}"

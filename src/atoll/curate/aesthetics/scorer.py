@@ -170,11 +170,13 @@ class Scorer(nn.Module):
             for rows in np.array_split(np.arange(len(labels)), -(-len(labels) // BATCH)):
                 seen |= zip(rows.tolist(), self.reader.look([labels.open(int(r)) for r in rows]), strict=True)
                 progress(int(rows[-1]) + 1)
-        self._fit_heads(labels, first, seen, training)
-
         # The voter learns on pictures that the heads have not seen: on the others the best-fitted head
         # would always look right.
         whole = second[~labels.scores[second, self.scale.root].isnan().numpy()]
+        if not len(whole):
+            name = self.scale.names[self.scale.root]
+            raise DataError(f"no picture to weigh the heads by has a score of {name!r}", "label more of them")
+        self._fit_heads(labels, first, seen, training)
         with torch.no_grad():
             parts = [whole[first : first + BATCH].tolist() for first in range(0, len(whole), BATCH)]
             votes = torch.cat([self._three(self._seen(labels, part, seen))[0] for part in parts])

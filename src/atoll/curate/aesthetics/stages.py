@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.console import Progress, say
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import sha256
 from atoll.base.part import Part
 from atoll.base.table import Column as TableColumn
@@ -63,9 +63,8 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None 
         return {"values": torch.cat(parts) if parts else torch.empty(0, len(names))}
 
     producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
-    producer["sensitive"] = [*file.scale.sensitive]
-    progress = Progress("scores", len(dataset.shards), unit="shards")
-    job = ColumnJob(dataset, COLUMN, producer, compute, progress=progress)
+    producer["sensitive"] = [d.name for d in file.scale.dimensions if d.sensitive]
+    job = ColumnJob(dataset, COLUMN, producer, compute)
     if part is not None:
         return job.write_part(part)
     job.run()
@@ -94,7 +93,10 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         what = f"{path}: {names[number]} of {dataset.ids[row]!r} is {values[row, number]:g}"
         raise DataError(what, "bring scores to 0 to 1")
     producer = {"name": "imported", "table": sha256(path), "scores": names}
-    producer["sensitive"] = [n for n in sensitive if n in names]
+    for name in sensitive:
+        if name not in names:
+            raise ConfigError(f"{path} has no score {name!r}", nearest(name, names))
+    producer["sensitive"] = list(sensitive)
     return _reported(campaign, dataset.write_values(COLUMN, producer, values))
 
 
@@ -116,7 +118,7 @@ def _reported(campaign: Campaign, column: Column) -> Column:
     ReportTable(title="Scores of the pictures", text=about, columns=heads, rows=rows).write(
         campaign.store, SCORES
     )
-    low, middle, high = values[:, shown].quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
+    low, middle, high = np.quantile(values[:, shown].numpy(), [0.05, 0.5, 0.95]).tolist()
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:
         say(f"  {name}: {len(of):,} rows, mean {float(of[:, shown].mean()):.3f}")

@@ -104,7 +104,9 @@ def _chosen(root: str, names: list[str], wanted: list[str] | None, suffix: str) 
         return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     chosen: dict[str, None] = {}
     for pattern in wanted:
-        matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        # A pattern's `*` matches a "/" here, and in no folder of this machine.
+        level = [name for name in names if name.count("/") == pattern.count("/")]
+        matching = [name for name in level if name == pattern or fnmatchcase(name, pattern)]
         if not matching and pattern.endswith(suffix):
             raise DataError(f"{root} holds no {pattern}", "fetch it, or name only what is there")
         chosen.update(dict.fromkeys(matching))

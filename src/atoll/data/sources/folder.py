@@ -16,7 +16,7 @@ from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.safe_parse import read_json
-from atoll.data.decode import SUFFIXES
+from atoll.data.decode import SUFFIXES, BadImageError
 from atoll.data.formats import Reject, clean
 from atoll.data.settings import RowOptions
 from atoll.data.sources.record import Record, Source, to_record
@@ -27,10 +27,6 @@ LARGEST = 512 * 2**20
 
 Row = dict[str, Any] | str
 """A row of a metadata file by column, or why a line is none."""
-
-
-class _NotTakenError(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,11 @@ class FolderSource(Source):
             what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
             raise DataError(what, "give a folder of images with captions")
         self.folder, self.options = folder, options or RowOptions()
-        files = list[Path]()
+        files, linked = list[Path](), list[Path]()
         for base, folders, names in os.walk(folder, onerror=_unreadable):
-            # In place: os.walk goes on from this very list.
+            # In place: os.walk goes on from this very list, and not into links.
             folders[:] = [name for name in folders if not name.startswith(".")]
+            linked += [path for name in folders if (path := Path(base, name)).is_symlink()]
             files += [Path(base, name) for name in names if not name.startswith(".")]
         files.sort()
         images = [path for path in files if path.suffix.lower() in SUFFIXES]
@@ -60,16 +57,18 @@ class FolderSource(Source):
             raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
         tables = [path for path in files if path.name in METADATA]
         self._entries = self._from_tables(tables, images) if tables else self._from_texts(images)
+        fix = "put the folder itself there"
+        self._entries += [Reject(self._key(path), "linked folder", fix) for path in sorted(linked)]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def describe(self) -> dict[str, Any]:
-        state = []  # paths, sizes, times of change and captions
+        state = list[list[Any]]()  # paths, sizes, times of change and captions
         for entry in self._entries:
-            if isinstance(entry, Reject):
-                continue
-            if entry.row is None:
+            if isinstance(entry, Reject):  # it counts among the positions that shards are made of
+                state.append([entry.key, entry.reason])
+            elif entry.row is None:
                 state.append([entry.key, _stat(entry.path), *_stat(entry.path.with_suffix(".txt"))])
             else:
                 state.append([entry.key, _stat(entry.path), clean(repr(sorted(entry.row.items())))])
@@ -85,8 +84,8 @@ class FolderSource(Source):
             if entry.row is not None:
                 return to_record(entry.row, self.options, entry.key, image, entry.key)
             caption = self._content(entry.path.with_suffix(".txt")).decode("utf-8-sig")
-        except _NotTakenError as error:
-            return Reject(entry.key, str(error))
+        except BadImageError as error:
+            return Reject(entry.key, error.reason)
         except FileNotFoundError:
             return Reject(entry.key, "missing file")
         except UnicodeDecodeError:
@@ -100,32 +99,28 @@ class FolderSource(Source):
     def _check(self, path: Path) -> int:
         """Size of a file of the folder; a pipe may never end, a link may lead to secrets."""
         # `Path.resolve` raises where links lead in a circle.
-        if path.is_symlink() and not Path(realpath(path)).is_relative_to(realpath(self.folder)):
-            raise _NotTakenError("link out of the folder")
+        if not Path(realpath(path)).is_relative_to(realpath(self.folder)):
+            raise BadImageError("link out of the folder")
         state = path.stat()
         if not S_ISREG(state.st_mode):
-            raise _NotTakenError("no regular file")
+            raise BadImageError("no regular file")
         return state.st_size
 
     def _content(self, path: Path) -> bytes:
         if self._check(path) > LARGEST:
-            raise _NotTakenError("too large")
+            raise BadImageError("too large")
         return path.read_bytes()
 
     def _from_texts(self, images: list[Path]) -> list[_Entry | Reject]:
         if self.options.group or self.options.label or self.options.id or self.options.licence_column:
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
             raise DataError(what, "leave out data.ingest.group, label, id and licence_column")
-        captioned = {path for path in images if path.with_suffix(".txt").exists()}
-        if not captioned and not self.options.uncaptioned:
+        if not self.options.uncaptioned and not any(path.with_suffix(".txt").exists() for path in images):
             what = f"{self.folder} holds {len(images)} images but no captions"
             made = "set data.ingest.uncaptioned=true and describe them with `atoll data caption`"
             fix = f"write {METADATA[0]} (file_name, text) or NAME.txt beside each image, or {made}"
             raise DataError(what, fix)
-        return [
-            _Entry(path, self._key(path), None) if path in captioned else self._uncaptioned(path)
-            for path in images
-        ]
+        return [self._beside(path) for path in images]
 
     def _from_tables(self, tables: list[Path], images: list[Path]) -> list[_Entry | Reject]:
         folders = [table.parent for table in tables]
@@ -136,8 +131,8 @@ class FolderSource(Source):
         for table in tables:
             try:
                 self._check(table)
-            except (_NotTakenError, OSError) as error:
-                reason = getattr(error, "strerror", None) or error
+            except (BadImageError, OSError) as error:
+                reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
                 raise DataError(f"{table} is not read: {reason}", "put the file itself there") from None
             rows = _read_jsonl(table) if table.suffix == ".jsonl" else _read_csv(table)
             readable = [row for _, row in rows if isinstance(row, dict)][:100]
@@ -153,7 +148,7 @@ class FolderSource(Source):
             entries += [self._entry(table, number, row) for number, row in rows]
         self.options = self.options.resolve(columns)
         captioned = {entry.path for entry in entries if isinstance(entry, _Entry)}
-        return entries + [self._uncaptioned(path) for path in images if path not in captioned]
+        return entries + [self._beside(path) for path in images if path not in captioned]
 
     def _entry(self, table: Path, number: int, row: Row) -> _Entry | Reject:
         where = f"{self._key(table)}, line {number}"
@@ -172,7 +167,10 @@ class FolderSource(Source):
             exists = False
         return _Entry(path, self._key(path), row) if exists else Reject(where, "missing file", name[:200])
 
-    def _uncaptioned(self, path: Path) -> _Entry | Reject:
+    def _beside(self, path: Path) -> _Entry | Reject:
+        # An image that no table names.
+        if path.with_suffix(".txt").exists():
+            return _Entry(path, self._key(path), None)
         if self.options.uncaptioned:
             return _Entry(path, self._key(path), {})
         return Reject(self._key(path), "no caption", "no row of a metadata file and no text file names it")

@@ -7,7 +7,7 @@ prepares them in its cache first. What holds code or pickle is refused before it
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
@@ -26,53 +26,46 @@ from atoll.store.ranges import reader
 PREFIX = "hf://"
 
 
-@dataclass(frozen=True)
-class Name:
-    """Parts of `hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT` or `hf:///FOLDER?split=SPLIT`."""
+def parse_name(text: str) -> tuple[str, str | None, str | None, str]:
+    """Location, revision, config and split of `hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT`.
 
-    location: str  # OWNER/NAME, or the absolute path of a folder
-    revision: str | None  # a commit, branch or tag; None for a folder
-    config: str | None  # the subset; None for the only one
-    split: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Name":
-        """`DataError` where it is none, or names no revision."""
-        form = "write hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT, or hf:///FOLDER"
-        path, _, query = text.removeprefix(PREFIX).partition("?")
-        options = dict(parse_qsl(query, keep_blank_values=True))
-        config, split = options.pop("config", None), options.pop("split", "train")
-        if options:
-            raise DataError(f"{text} has the option {next(iter(options))!r}", form)
-        if path.startswith("/"):
-            return cls(path, None, config, split)
-        named = re.fullmatch(r"datasets/([\w.-]+/[\w.-]+|[\w.-]+)(?:@([^@\s]+))?", path)
-        if named is None:
-            raise DataError(f"{text} names no data set of the hub", form)
-        if named[2] is None:
-            fix = f"write {PREFIX}{path}@COMMIT, so that it is the same data tomorrow"
-            raise DataError(f"{text} names no revision", fix)
-        return cls(named[1], named[2], config, split)
+    Or of `hf:///FOLDER?split=SPLIT`, which has no revision. `DataError` where it is neither.
+    """
+    form = "write hf://datasets/OWNER/NAME@REVISION?config=CONFIG&split=SPLIT, or hf:///FOLDER"
+    path, _, query = text.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    config, split = options.pop("config", None), options.pop("split", "train")
+    if options:
+        raise DataError(f"{text} has the option {next(iter(options))!r}", form)
+    if path.startswith("/"):
+        return path, None, config, split
+    named = re.fullmatch(r"datasets/([\w.-]+/[\w.-]+|[\w.-]+)(?:@([^@\s]+))?", path)
+    if named is None:
+        raise DataError(f"{text} names no data set of the hub", form)
+    if named[2] is None:
+        fix = f"write {PREFIX}{path}@COMMIT, so that it is the same data tomorrow"
+        raise DataError(f"{text} names no revision", fix)
+    return named[1], named[2], config, split
 
 
 def open_hub(text: str, options: RowOptions) -> Source:
     """Open a data set by its `hf://` name; `DataError` where that fails, or its kind is not read."""
-    name = Name.parse(text)
-    commit = name.revision
+    location, revision, config, split = parse_name(text)
+    commit = revision
     if commit is not None and not re.fullmatch("[0-9a-f]{40}", commit):
         # A branch moves: the commit that it is now is said, so that it can be pinned.
         from huggingface_hub import HfApi
 
         try:
-            commit = str(HfApi().dataset_info(name.location, revision=commit).sha)
+            commit = str(HfApi().dataset_info(location, revision=commit).sha)
         except Exception as error:  # of several packages
-            what = f"cannot look up {name.location}@{name.revision}: {first_line(error)[:300]}"
+            what = f"cannot look up {location}@{revision}: {first_line(error)[:300]}"
             raise DataError(what, "check the name, the network and HF_TOKEN, or name a commit") from None
-        branch = f"{name.location}@{name.revision}"
+        branch = f"{location}@{revision}"
         say(f"{branch} is now the commit {commit}: name that one, to go on with it later")
-    if commit is None and not Path(name.location).is_dir():
-        raise DataError(f"there is no folder {name.location}", "check the path")
-    place = f"{name.location}@{commit}" if commit else name.location
+    if commit is None and not Path(location).is_dir():
+        raise DataError(f"there is no folder {location}", "check the path")
+    place = f"{location}@{commit}" if commit else location
     try:
         import datasets
     except ImportError:
@@ -81,15 +74,15 @@ def open_hub(text: str, options: RowOptions) -> Source:
     datasets.logging.set_verbosity_error()
     # Without trust_remote_code: a repository that needs its own script is refused here.
     try:
-        builder = datasets.load_dataset_builder(name.location, name.config, revision=commit)
+        builder = datasets.load_dataset_builder(location, config, revision=commit)
     except Exception as error:  # of many packages
         what = f"datasets cannot open {place}: {first_line(error)[:300]}"
         raise DataError(what, "check its name, its revision and its layout") from None
     listed = builder.config.data_files or {}
-    if name.split not in listed:
+    if split not in listed:
         have = ", ".join(map(str, listed)) or "none"
-        raise DataError(f"{text} has no split {name.split!r}", f"write ?split=NAME with one of: {have}")
-    files = _hub_files(place, listed[name.split]) if commit else listed_files(listed[name.split])
+        raise DataError(f"{text} has no split {split!r}", f"write ?split=NAME with one of: {have}")
+    files = _hub_files(place, listed[split]) if commit else listed_files(listed[split])
     # By the commit and not by the branch: it is what the data are.
     files = replace(files, title=f"hub {place}", commit=commit or "")
     match type(builder).__module__.rpartition(".")[2]:
@@ -98,7 +91,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
         case "webdataset":
             return TarSource(files, options)
         case "arrow" | "imagefolder":
-            return _Prepared(builder, name.split, files, options)
+            return _Prepared(builder, split, files, options)
         case kind:
             fix = "give it as parquet, tar, arrow or an image folder"
             raise DataError(f"{text} is of the kind {kind!r}, which is not read", fix)

@@ -128,7 +128,7 @@ def to_record(
         image=image,
         caption=captions[0],
         label=label if label >= 0 else None,
-        group=None if group is None else str(group),
+        group=None if group is None or group == "" else str(group),
         captions=captions if options.captions else (),
         licence=str(licence or options.licence) if options.licence_column else None,
         uncaptioned=options.uncaptioned,

@@ -12,7 +12,7 @@ from atoll.base.hashing import digest
 from atoll.base.safe_parse import expanded
 from atoll.data.decode import SUFFIXES
 from atoll.data.formats import Reject
-from atoll.data.settings import SourceConfig, SourceOptions, check_names
+from atoll.data.settings import IngestConfig, SourceConfig, check_names
 from atoll.data.sources.files import ENDINGS, find_files
 from atoll.data.sources.folder import FolderSource
 from atoll.data.sources.glyphs import GlyphSource
@@ -29,14 +29,14 @@ FIRST = 16
 """Rows of a source that are looked at before work begins."""
 
 
-def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | None = None) -> Source:
+def open_source(text: str | Path, options: IngestConfig | Mapping[str, Any] | None = None) -> Source:
     """Open a source by what the user wrote.
 
     That is `glyphs`, a folder of images, parquet or tar files or a folder of them (on this machine or by the
     URL of an object store), or `hf://datasets/OWNER/NAME@REVISION`. `DataError` where there is none.
     """
-    if not isinstance(options, SourceOptions):
-        options = SourceOptions.parse(options or {}, "the options of the source")
+    if not isinstance(options, IngestConfig):
+        options = IngestConfig.parse(options or {}, "the options of the source")
     if text == "glyphs":
         if any(options.columns()):
             raise DataError(
@@ -49,14 +49,14 @@ def open_source(text: str | Path, options: SourceOptions | Mapping[str, Any] | N
     is_there = isinstance(path, str) or path.exists() or path.name.endswith(ENDINGS)
     if not str(text) or not is_there:
         raise DataError(f"there is no source {str(text)!r}", f"give `glyphs`, {KINDS}")
-    parquet = find_files(path, ".parquet")
-    if parquet.states:
+    parquet, tar = find_files(path, ".parquet"), find_files(path, ".tar")
+    beside = {name.removesuffix(".tar") for name in tar.states}  # img2dataset puts a table beside each tar
+    if parquet.states and not beside.issuperset(name.removesuffix(".parquet") for name in parquet.states):
         return ParquetSource(parquet, options)
     folder = path if isinstance(path, Path) and path.is_dir() else None
     # Images before tars: a folder of images often has the tar beside them that they were unpacked from.
     if folder and any(file.suffix.lower() in SUFFIXES for file in folder.rglob("*")):
         return FolderSource(folder, options)
-    tar = find_files(path, ".tar")
     if tar.states:
         return TarSource(tar, options)
     if folder:
@@ -110,7 +110,7 @@ class SeveralSources(Source):
                     )
 
 
-def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions) -> Source:
+def open_sources(named: str | Mapping[str, SourceConfig], options: IngestConfig) -> Source:
     """Open the source or the several sources of a campaign, and look at the first rows of each.
 
     Several take the options where they do not say otherwise. `DataError` also where none of a source's first
@@ -125,7 +125,7 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: SourceOptions
         # An empty text takes back what data.ingest says for all.
         empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
         if settings.source == "glyphs":  # they have no columns
-            merged = SourceOptions(**own, glyphs=options.glyphs)
+            merged = IngestConfig(**own, glyphs=options.glyphs)
         else:
             merged = options.model_copy(update=own | empty)
         try:

@@ -127,7 +127,7 @@ def errors_of(
             answers[name][some.start : some.stop] for name in ("logits", "errors", "clusters")
         )
         calibration.add(logits.transpose(0, 1), clusters)
-        alignment.add(table, clusters)
+        alignment.means.add(table, clusters)
     return calibration.tables() | alignment.tables()
 
 
@@ -238,16 +238,12 @@ class Alignment:
         self._column = {name: number for number, name in enumerate(names)}
         # A mean over times leaves out t = 1, where there is only noise to see.
         self._below = [number for number, t in enumerate(self.times) if t < 1]
-        self._means = Means.zeros(k, len(self.times) + bool(self._below), len(names))
+        self.means = Means.zeros(k, len(self.times) + bool(self._below), len(names))
 
     @classmethod
     def of(cls, missing: Collection[int], monolith: bool, k: int, config: DiagnoseConfig) -> "Alignment":
         """Of the experts that are not missing."""
         return cls(config.times, k, [n for n in range(k) if n not in missing], monolith)
-
-    def add(self, table: Tensor, clusters: Tensor) -> None:
-        """The `values` of a batch."""
-        self._means.add(table, clusters)
 
     def values(
         self, velocities: Tensor, monolith: Tensor | None, target: Tensor, logits: Tensor, clusters: Tensor
@@ -302,8 +298,8 @@ class Alignment:
 
     def tables(self) -> dict[str, list[Any]]:
         """Tables `errors`, `differences`, `experts`, `missing` and `disagreement`, by time and cluster."""
-        groups: list[tuple[Cluster, Means]] = [("all", self._means.pooled(self.present))]
-        groups += [(n, self._means.of(n)) for n in range(self.k)]
+        groups: list[tuple[Cluster, Means]] = [("all", self.means.pooled(self.present))]
+        groups += [(n, self.means.of(n)) for n in range(self.k)]
         times: list[Time] = [*self.times, *(["mean"] if self._below else [])]  # type: ignore[list-item]
         tables: dict[str, list[Any]] = {
             name: [] for name in ("errors", "differences", "experts", "missing", "disagreement")

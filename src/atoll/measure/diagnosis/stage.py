@@ -45,6 +45,7 @@ from atoll.measure.models import (
     SamplingOverride,
     published,
     samples_of,
+    stored_as,
     strategies_for,
     supported,
 )
@@ -93,6 +94,7 @@ def _diagnosed(campaign: Campaign, part: Part | None) -> Diagnosis | None:
     settings |= {"seed": seed, "strategies": strategies}
     settings |= {name: getattr(override.generation, name) for name in ("steps", "guidance")}
     settings |= {"shift": override.generation.shift} if override.generation.shift != 1 else {}
+    settings |= stored_as(campaign.config.sampling.residency)
     key = digest({"parts": parts, "settings": settings, "data": dataset.content})
     if (known := Diagnosis.known(store, key)) is not None:
         say("diagnose: finished already")
@@ -150,7 +152,9 @@ class _Look:
         if self.monolith is not None and routings:
             self.models["monolith"] = self.monolith, Routing()
         # Only the partition's features can say whether samples lie in their experts' clusters.
-        self.own_space = self.config.extractor is None and len(self.partition.centroids) > 0
+        size = (self.partition.about.encoder or {}).get("size")
+        self.own_space = self.config.extractor is None and self.config.extractor_size in (None, size)
+        self.own_space = self.own_space and len(self.partition.centroids) > 0
 
     @cached_property
     def encoder(self) -> VisionEncoder | None:

@@ -82,11 +82,13 @@ class Excess(Frechet):
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         assert how.floor is not None
-        own, least = (
-            super(Excess, self).compute(how, rows, reference)["frechet"]
-            for rows in (samples, how.floor.features())
-        )
-        return {"frechet-excess": Value(own.value - least.value, None, own.note)}
+        real = how.floor.features()
+        own, least = (super(Excess, self).compute(how, of, reference)["frechet"] for of in (samples, real))
+        note, count = own.note, len(real.rows)
+        if count < len(samples.rows):  # of fewer pictures the distance is larger by itself
+            few = f"only {count} training pictures for {len(samples.rows)} samples: the excess is too low"
+            note = f"{few}; {note}" if note else few
+        return {"frechet-excess": Value(own.value - least.value, None, note)}
 
 
 METRICS = (Frechet(), Excess())

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 import atoll.measure.metrics as package
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.campaign.measured import MeasuredValue
 from atoll.measure.metrics.projection import Axes
 from atoll.measure.pictures import Features
-from atoll.measure.request import check_metrics
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,6 @@ class How:
     seed: int = 0
     device: torch.device | str = "cpu"
 
-    def must_exceed(self, least: int) -> None:
-        """Refuse sets of so few pictures or fewer."""
-        for count, pictures in ((self.samples, "samples"), (self.references, "reference pictures")):
-            if count <= least:
-                raise DataError(f"{count} {pictures} are too few", f"give more than {least}")
-
 
 class Value(NamedTuple):
     """One number, its standard deviation over subsets or pictures, and what a reader must know beside it."""
@@ -68,6 +61,8 @@ class Metric:
     """Whether pictures need captions, whose features are then in `Features.texts`."""
     floor: ClassVar[bool] = False
     """Whether training pictures are needed, in `How.floor`."""
+    few: ClassVar[int] = 0
+    """Pictures of a set that are too few."""
 
     def label(self, name: str, how: How) -> str:
         """What the number may be called."""
@@ -79,6 +74,9 @@ class Metric:
 
     def check(self, how: How) -> None:
         """Refuse too few pictures before the work; `DataError`."""
+        for count, pictures in ((how.samples, "samples"), (how.references, "reference pictures")):
+            if count <= self.few:
+                raise DataError(f"{count} {pictures} are too few", f"give more than {self.few}")
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         """All of its numbers, by name."""
@@ -94,19 +92,27 @@ def metrics() -> dict[str, Metric]:
     return {name: metric for metric in entries for name in metric.names}
 
 
+def check_metrics(names: str) -> list[str]:
+    """The names of a list of metrics; `ConfigError` for one that no module has."""
+    wanted, known = [part.strip().lower() for part in names.split(",")], [*metrics()]
+    for name in wanted:
+        if name not in (*known, "all", "fid"):
+            raise ConfigError(f"unknown metric {name!r}", nearest(name, known))
+    return wanted
+
+
 def parse(names: str, kind: str, captioned: bool = True, trained: bool = True) -> list[str]:
     """Metrics out of `frechet,kid,...`; `all` is every one that this kind of extractor allows.
 
     `ConfigError` for an unknown metric, one of another extractor, or one that captions or training pictures
     are missing for.
     """
-    check_metrics(names)
-    known = metrics()
-    if names.strip() == "all":
+    wanted, known = check_metrics(names), metrics()
+    if "all" in wanted:
         fit = {name: metric for name, metric in known.items() if metric.only in (None, kind)}
         return [n for n, m in fit.items() if captioned >= m.captions and trained >= m.floor]
     chosen = []
-    for name in (part.strip().lower() for part in names.split(",")):
+    for name in wanted:
         if name == "fid" and kind != "inception":
             fix = "use frechet, or --extractor inception"
             raise ConfigError("FID is the distance on Inception's features", fix)

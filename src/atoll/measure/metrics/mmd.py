@@ -27,7 +27,7 @@ SMALL = 256
 class Kid(Metric):
     """Kernel distance with a polynomial kernel, unbiased: it is 0 between sets of one distribution."""
 
-    names = ("kid",)
+    names, few = ("kid",), FEW
 
     def label(self, name: str, how: How) -> str:
         """KID on Inception's features, and nowhere else."""
@@ -37,9 +37,6 @@ class Kid(Metric):
         size = min(how.subset, how.samples, how.references)
         return {"subsets": how.subsets, "size": size, "seed": how.seed}
 
-    def check(self, how: How) -> None:
-        how.must_exceed(FEW)
-
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         return {"kid": kid(samples.rows, reference.rows, **self.settings("kid", how), device=how.device)}
 
@@ -47,7 +44,7 @@ class Kid(Metric):
 class Cmmd(Metric):
     """Kernel distance with a Gaussian kernel on features of length 1."""
 
-    names = ("cmmd",)
+    names, few = ("cmmd",), FEW
 
     def label(self, name: str, how: How) -> str:
         """CMMD on CLIP's features, and nowhere else."""
@@ -55,9 +52,6 @@ class Cmmd(Metric):
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
         return {"sigma": CMMD_SIGMA, "scale": CMMD_SCALE}
-
-    def check(self, how: How) -> None:
-        how.must_exceed(FEW)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         return {"cmmd": Value(cmmd(samples.rows, reference.rows, device=how.device))}

@@ -34,13 +34,10 @@ BLOCK = 1024
 class Neighbours(Metric):
     """Precision and recall, density and coverage."""
 
-    names = ("precision", "recall", "density", "coverage")
+    names, few = ("precision", "recall", "density", "coverage"), DENSITY_K
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
         return {"k": PRECISION_K if name in ("precision", "recall") else DENSITY_K}
-
-    def check(self, how: How) -> None:
-        how.must_exceed(DENSITY_K)
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
         shares, notes = neighbourhoods(samples.rows, reference.rows, device=how.device), list[str]()
@@ -74,17 +71,11 @@ def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.cat(all_nearest)
 
 
-def neighbourhoods(
-    samples: F32,
-    reference: F32,
-    precision_k: int = PRECISION_K,
-    density_k: int = DENSITY_K,
-    device: torch.device | str = "cpu",
-) -> dict[str, float]:
+def neighbourhoods(samples: F32, reference: F32, device: torch.device | str = "cpu") -> dict[str, float]:
     """`precision`, `recall`, `density` and `coverage` of samples against a reference."""
-    balls = radii(reference, max(precision_k, density_k), device)
-    wide, dense = balls[:, precision_k - 1], balls[:, density_k - 1]
-    balls_of_samples = radii(samples, precision_k, device)[:, -1]
+    balls = radii(reference, max(PRECISION_K, DENSITY_K), device)
+    wide, dense = balls[:, PRECISION_K - 1], balls[:, DENSITY_K - 1]
+    balls_of_samples = radii(samples, PRECISION_K, device)[:, -1]
     precise, held = (torch.zeros(len(samples), dtype=torch.int64, device=device) for _ in range(2))
     recalled, covered = (torch.zeros(len(reference), dtype=torch.bool, device=device) for _ in range(2))
     for first, block in _numbered(samples, device):
@@ -102,7 +93,7 @@ def neighbourhoods(
     return {
         "precision": float((precise > 0).double().mean()),
         "recall": float(recalled.double().mean()),
-        "density": float(held.double().mean()) / density_k,
+        "density": float(held.double().mean()) / DENSITY_K,
         "coverage": float(covered.double().mean()),
     }
 
