@@ -230,7 +230,7 @@ def many_batches(model: Bank, setting: Setting, routing: str) -> Turn:
     cond, null, _ = start(setting)
     shape = (setting.shape.channels, setting.latents, setting.latents)
     count = BATCHES * setting.batch
-    rows = Conditions(lambda numbers: cond.take([n % setting.batch for n in numbers]), null, count)
+    rows = Conditions(lambda numbers: cond.select([n % setting.batch for n in numbers]), null, count)
     sampling = Sampling(how(setting, routing), rows, shape, count, batch=setting.batch, device=setting.device)
 
     def turn() -> None:

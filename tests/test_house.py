@@ -42,8 +42,8 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_301,
-    "measure": 4_112,
+    "core": 25_304,
+    "measure": 4_127,
     "report": 1_701,
     "export": 1_752,
     "serve": 1_506,

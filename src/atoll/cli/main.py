@@ -332,6 +332,7 @@ def evaluate(campaign: str | None, listed: bool, part: Any, **options: Any) -> N
     arguments, sets = request.requested(options)
     opened = open_campaign(campaign, sets) if campaign is not None else None
     config = request.alone(sets) if opened is None else opened.config.evaluate
+    request.check_metrics(config.metrics)
     from atoll.measure.points import evaluate as measure
 
     measure(opened, config, part=part, **arguments)
@@ -458,12 +459,11 @@ def run_command(run: Callable[[], Any]) -> int:
 
 
 def _unexpected(error: Exception) -> str:
-    reason = first_line(error)[:300]
-    whole = f"{type(error).__name__}: {reason}"
-    if "MemoryError" in whole or "can't allocate memory" in whole:  # Python's, torch's of a GPU and of a CPU
+    reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+    if "MemoryError" in reason or "can't allocate memory" in reason:  # Python's, torch's of a GPU and a CPU
         return f"{reason}: train.parallel.micro_batch, sampling.residency.experts or fewer images take less"
     if isinstance(error, RecursionError):
         return "something is nested too deeply: look at the last file that was read"
     if isinstance(error, OSError):
         return f"{reason}: check the path, its permissions and the free space"
-    return f"{whole}: please report it with the traceback"
+    return f"{reason}: please report it with the traceback"

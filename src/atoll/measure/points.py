@@ -24,7 +24,7 @@ from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.data.dataset import MANIFEST, DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
-from atoll.measure.metrics.metric import Floor, How, asks, check_metrics, compute, parse, settings_of
+from atoll.measure.metrics.metric import Floor, How, asks, compute, parse, settings_of
 from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
 from atoll.measure.pictures import COSTS, Features, Folder, Rows, Source, extraction, training_pictures
 from atoll.measure.request import COMPARED, REPORTS, notes_of, table
@@ -331,7 +331,6 @@ def evaluate(
     if campaign is None and images is None:
         raise ConfigError("there is nothing to evaluate", "give a campaign, or --images FOLDER")
     config = config or (campaign.config.evaluate if campaign is not None else EvaluateConfig())
-    check_metrics(config.metrics)  # before an extractor is loaded
     store = campaign.store if campaign is not None else Store.open(out, create=True)
     with using_threads(config.threads):
         device = own_device()

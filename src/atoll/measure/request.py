@@ -1,20 +1,41 @@
 """What `atoll evaluate` is asked for, and all of its results as a table: both without torch."""
 
+import ast
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import atoll.measure.metrics as package
 from atoll.base.config import set_value
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.hashing import digest
 from atoll.base.table import Column, Table
 from atoll.base.text import columns
 from atoll.campaign.measured import MeasuredPoint, MeasuredValue, Protocol
 from atoll.campaign.settings.measure import EvaluateConfig
 from atoll.store.store import Store
+
+
+def metric_names() -> list[str]:
+    """Names of all metrics, out of the text of their modules, which import torch."""
+    texts = [path.read_text("utf-8") for folder in package.__path__ for path in Path(folder).glob("*.py")]
+    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    fields = [part for kind in classes for part in kind.body if isinstance(part, ast.Assign)]
+    values = [field.value for field in fields if ast.unparse(field.targets[0]) == "names"]
+    return [name for value in values for name in ast.literal_eval(value)]
+
+
+def check_metrics(names: str) -> list[str]:
+    """The names of `evaluate.metrics`; `ConfigError` for one that no module has."""
+    wanted, known = [part.strip().lower() for part in names.split(",")], metric_names()
+    for name in wanted:
+        if name not in (*known, "all", "fid"):
+            raise ConfigError(f"unknown metric {name!r}", nearest(name, known))
+    return wanted
 
 
 def requested(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 import atoll.measure.metrics as package
-from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.measured import MeasuredValue
 from atoll.measure.metrics.projection import Axes
 from atoll.measure.pictures import Features
+from atoll.measure.request import check_metrics
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,6 @@ def metrics() -> dict[str, Metric]:
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     entries = [metric for module in modules for metric in getattr(module, "METRICS", ())]
     return {name: metric for metric in entries for name in metric.names}
-
-
-def check_metrics(names: str) -> list[str]:
-    """The names of a list of metrics; `ConfigError` for one that no module has."""
-    wanted, known = [part.strip().lower() for part in names.split(",")], [*metrics()]
-    for name in wanted:
-        if name not in (*known, "all", "fid"):
-            raise ConfigError(f"unknown metric {name!r}", nearest(name, known))
-    return wanted
 
 
 def parse(names: str, kind: str, captioned: bool = True, trained: bool = True) -> list[str]:

@@ -27,7 +27,8 @@ SMALL = 256
 class Kid(Metric):
     """Kernel distance with a polynomial kernel, unbiased: it is 0 between sets of one distribution."""
 
-    names, few = ("kid",), FEW
+    names = ("kid",)
+    few = FEW
 
     def label(self, name: str, how: How) -> str:
         """KID on Inception's features, and nowhere else."""
@@ -44,7 +45,8 @@ class Kid(Metric):
 class Cmmd(Metric):
     """Kernel distance with a Gaussian kernel on features of length 1."""
 
-    names, few = ("cmmd",), FEW
+    names = ("cmmd",)
+    few = FEW
 
     def label(self, name: str, how: How) -> str:
         """CMMD on CLIP's features, and nowhere else."""

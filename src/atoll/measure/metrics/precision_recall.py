@@ -34,7 +34,8 @@ BLOCK = 1024
 class Neighbours(Metric):
     """Precision and recall, density and coverage."""
 
-    names, few = ("precision", "recall", "density", "coverage"), DENSITY_K
+    names = ("precision", "recall", "density", "coverage")
+    few = DENSITY_K
 
     def settings(self, name: str, how: How) -> dict[str, Any]:
         return {"k": PRECISION_K if name in ("precision", "recall") else DENSITY_K}
