@@ -150,9 +150,7 @@ class Trackers:
                 say(f"warning: {name} failed, the run goes on without it: {first_line(error)}")
 
 
-# Trackers show what they are given of a step, and name the files that belong into the run's folder.
-
-
+# Both kinds show what they are given of a step, and name the files that belong into the run's folder.
 class _TensorBoard:
     def __init__(self, folder: Path, suffix: str, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
