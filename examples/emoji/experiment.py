@@ -19,7 +19,8 @@ network's.
 
 `levers` holds every way of `guides.py` against the others, on campaigns that are trained: formulas of
 velocities that the networks already give. Ways are chosen on held-out pictures of one seed and judged on test
-pictures of others. Points are kept in the campaigns, so a run that was stopped goes on.
+pictures of others. With `--router` the experts are chosen by another campaign's router, on the same clusters.
+Points are kept in the campaigns, so a run that was stopped goes on.
 
 `ablations` are campaigns on the data of a finished one, each with one choice changed: the paper's (K, and
 random clusters), or `--variant NAME KEY=VALUE ...`. Where CAMPAIGN has shared pretraining, they start from
@@ -97,6 +98,7 @@ def main() -> None:
     one = case(cases, levers, "one tiny campaign", "ways")
     one.add_argument("--campaign", type=Path, help="whose ensemble is measured")
     one.add_argument("--single", type=Path, help="whose monolith is measured")
+    one.add_argument("--router", type=Path, help="another campaign's, in place of the ensemble's")
     one.add_argument("--split", default="heldout", choices=["heldout", "test"])
     one.add_argument("--samples", type=int, default=500)
     one = case(cases, ablations, "a tiny campaign, one variant", "variants")
@@ -350,7 +352,8 @@ def levers(options: argparse.Namespace, scratch: Path) -> None:
         options.error("give --campaign, --single or both, or --quick")
     rows: list[Row] = []
     for name, folder in (("ensemble", options.campaign), ("monolith", options.single)):
-        bench = Bench(folder, name, options.samples, options.split)
+        router = options.router if name == "ensemble" else None
+        bench = Bench(folder, name, options.samples, options.split, router=router)
         for way in WAYS[name] if folder else ():
             if not asked(options, f"{name}: {way.name}"):
                 continue

@@ -241,6 +241,8 @@ class Bench:
     split: str
     size: int = 64
     """Side in pixels that the judge sees."""
+    router: Path | None = None
+    """A campaign on the same clusters, whose router takes the place of the ensemble's."""
 
     @cached_property
     def campaign(self) -> Campaign:
@@ -250,7 +252,13 @@ class Bench:
     @cached_property
     def candidate(self) -> Candidate:
         """The model."""
-        return published(self.campaign, self.name, torch.device("cpu"))
+        known = published(self.campaign, self.name, torch.device("cpu"))
+        if self.router is None:
+            return known
+        other = Checkpoint.of_run(Campaign.open(str(self.router)).store, "router")
+        bank, weights = known.model.bank, {**known.weights, "router": other.card.weights_sha256}
+        routed = Bank(bank.experts, other.router(), bank.missing, bank.costs, bank.pretrain)
+        return replace(known, weights=weights, model=Model(routed, known.model.card))
 
     @cached_property
     def conditions(self) -> RowConditions:
@@ -275,7 +283,8 @@ class Bench:
     @property
     def case(self) -> str:
         """For tables."""
-        return f"{self.name}, nothing shared" if self.name == "ensemble" and not self.shared else self.name
+        case = f"{self.name}, nothing shared" if self.name == "ensemble" and not self.shared else self.name
+        return f"{case}, router of {self.router.name}" if self.router else case
 
     @property
     def whole(self) -> Run:
