@@ -451,6 +451,6 @@ def test_a_folder_on_the_command_line_is_that_of_the_shell(
     published_checkpoint(tmp_path / "there")
     monkeypatch.chdir(tmp_path)
     folder = write_campaign(tmp_path / "c")
-    assert Campaign.open(folder, ["network.init=there"]).config.network.init == str(tmp_path / "there")
+    config = Campaign.open(folder, ["network.init=there", "data.vae=there"]).config
+    assert config.network.init == config.data.vae == str(tmp_path / "there")
     assert Campaign.open(folder, ["network.init=owner/model"]).config.network.init == "owner/model"
-    assert Campaign.open(folder, ["network.init=scratch"]).config.network.init == "scratch"

@@ -309,7 +309,7 @@ def sets_loose(assignment: str) -> bool:
 def _from_shell(assignment: str) -> str:
     """The assignment with an absolute path: on the command line a path means what it means to the shell."""
     key, _, text = assignment.partition("=")
-    if key.strip() == "origin" or key.strip().endswith("network.init"):
+    if key.strip().endswith(("origin", "network.init", "data.vae", "data.text_encoder")):
         is_path = expanded(text).is_dir()  # `scratch` and hub names are none
     else:
         # Of several sources, `{NAME: {source: ...}}`, each is named by itself; a pattern has braces too.

@@ -262,10 +262,10 @@ class Saver:
         return self._pending is not None and not self._pending[0].done()
 
     def close(self) -> None:
-        """End the thread; a write that is under way is finished."""
+        """End the thread; a write that is under way is finished. Its error would hide what led here."""
         try:
             if self.group.size == 1:  # other ranks may never come to where they would agree on it
-                self.settle()
+                _told(self.settle, fatal=False)
         finally:
             self._thread.shutdown()
 
