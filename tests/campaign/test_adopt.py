@@ -3,23 +3,20 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import DDPMScheduler
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.base.condition import Condition
 from atoll.base.errors import ConfigError
 from atoll.campaign.adopt import adopt
 from atoll.campaign.folder import Campaign
 from atoll.campaign.status import Observer
-from atoll.flow.prediction import same_snr_time
-from atoll.flow.schedule import RectifiedFlow, Schedule, expand, schedule
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
@@ -34,15 +31,6 @@ LINEAR: dict[str, Any] = {}
 STABLE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 COSINE = {"beta_schedule": "squaredcos_cap_v2"}
 SHORT = {"num_train_timesteps": 250, "beta_start": 0.0004, "beta_end": 0.08}
-
-
-def same_snr_state(x_t: Tensor, t: Tensor, source: Schedule, target: Schedule) -> tuple[Tensor, Tensor]:
-    """The same data and noise as another schedule would mix them, between the ends of both."""
-    now = t.double()
-    tau = same_snr_time(now, source, target)
-    by_data, by_noise = target.alpha(tau) / source.alpha(now), target.sigma(tau) / source.sigma(now)
-    scale = torch.where(source.log_snr(now) > 0, by_data, by_noise)
-    return x_t * expand(scale, x_t).to(x_t.dtype), tau.to(t.dtype)
 
 
 def checkpoint(folder: Path, noise: dict[str, Any] = LINEAR, **settings: Any) -> nn.Module:
@@ -60,14 +48,6 @@ def checkpoint(folder: Path, noise: dict[str, Any] = LINEAR, **settings: Any) ->
 def campaign(made: Path, tmp_path: Path) -> Campaign:
     shutil.copytree(made, tmp_path / "c")
     return Campaign.open(tmp_path / "c")
-
-
-def adopted(campaign: Campaign, folder: Path) -> Expert:
-    """Expert 0 from the checkpoint of a folder, in float64."""
-    adopt(campaign, str(folder), 0)
-    expert = Checkpoint(campaign.store, "islands/0/expert").expert()
-    expert.network.double()
-    return expert
 
 
 def test_it_joins_a_trained_expert(
@@ -115,7 +95,9 @@ def test_its_velocity_is_the_exact_conversion(
 ) -> None:
     """At levels of its own grid: the network is told their numbers, and alpha is that of diffusers."""
     network = checkpoint(tmp_path / "there", noise).double()
-    expert = adopted(campaign, tmp_path / "there")
+    adopt(campaign, str(tmp_path / "there"), 0)
+    expert = Checkpoint(campaign.store, "islands/0/expert").expert()
+    expert.network.double()
     kept = DDPMScheduler(**noise).alphas_cumprod.double()
     levels = torch.linspace(0.05, 0.85, 6).mul(len(kept)).long()
     alpha, sigma = kept[levels].sqrt().view(-1, 1, 1, 1), (1 - kept[levels]).sqrt().view(-1, 1, 1, 1)
@@ -132,49 +114,13 @@ def test_its_velocity_is_the_exact_conversion(
     assert 0.1 < float((x0.abs() > 1).float().mean()) < 0.9
 
 
-def ddim(network: nn.Module, x: Tensor, steps: int, labels: Tensor, clip: bool) -> tuple[Tensor, int]:
-    """Diffusers' own deterministic sampler from the level that it starts at; also that level."""
-    scheduler = DDIMScheduler(clip_sample=clip, set_alpha_to_one=False)
-    scheduler.set_timesteps(steps)
-    for number in scheduler.timesteps:
-        eps = network(x, timestep=number.expand(len(x)), class_labels=labels).sample[:, :1]
-        x = scheduler.step(eps, int(number), x, 0.0, use_clipped_model_output=clip).prev_sample
-    return x, int(scheduler.timesteps[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pixels", "within"), [(False, 0.02), (True, 0.03)], ids=["of any range", "of pixels, which are clipped"]
-)
-def test_euler_steps_of_its_flow_are_ddim_in_the_limit(
-    campaign: Campaign, tmp_path: Path, pixels: bool, within: float
-) -> None:
-    network = checkpoint(tmp_path / "there").double()
-    expert = adopted(campaign, tmp_path / "there")
-    expert = expert if pixels else replace(expert, card=None)
-    labels, curve, apart = torch.tensor([0, 1]), schedule("ddpm-linear"), []
-    noise = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with torch.no_grad():
-        for steps in (200, 1000):
-            theirs, first = ddim(network, noise, steps, labels, clip=pixels)
-            ends = torch.tensor([first, 0.0], dtype=torch.float64) / 999
-            x, start = same_snr_state(noise, ends[:1].expand(2), curve, RectifiedFlow())
-            stop = same_snr_state(noise, ends[1:].expand(2), curve, RectifiedFlow())[1]
-            for n in range(steps):
-                now, then = (start + (stop - start) * m / steps for m in (n, n + 1))
-                x = x + (then - now).view(-1, 1, 1, 1) * expert.velocity(x, now, Condition(labels=labels))
-            ours = same_snr_state(x, stop, RectifiedFlow(), curve)[0]
-            apart.append(float((ours - theirs).abs().max() / theirs.abs().max()))
-    assert apart[1] < within, apart  # of the largest value, which is 1 where x0 is clipped and more elsewhere
-    assert apart[1] < apart[0] / 3, apart  # of first order: a fifth
-
-
 def test_what_it_was_trained_on_may_be_said(
     campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint(tmp_path / "there")
     shutil.rmtree(tmp_path / "there/scheduler")
     asked = ("adopt", campaign.store.location, tmp_path / "there", "--expert", "0")
+    refused(command(capsys, *asked[:2], tmp_path / "nowhere", *asked[3:]), "there is no folder")
     refused(command(capsys, *asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
     said = ("--prediction", "x0", "--schedule")
     refused(command(capsys, *asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
@@ -211,8 +157,6 @@ def test_one_for_other_data_is_refused(
     with pytest.raises(ConfigError, match=re.escape(words)):
         adopt(campaign, str(tmp_path / "there"), 0)
     assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
-    with pytest.raises(ConfigError, match="there is no folder"):
-        adopt(campaign, str(tmp_path / "nowhere"), 0)
 
 
 def test_data_that_does_not_say_what_made_it_is_refused(
