@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from atoll.base.condition import Condition
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
+from atoll.base.preemption import Interrupted
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.export.pipeline import AtollPipeline
@@ -22,9 +24,7 @@ from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
 from atoll.store.store import Store
-from atoll.train.rows import Batch
 from atoll.train.run import train_run
-from atoll.train.tasks import DenoiserTask
 from helpers import (
     Run,
     assembled,
@@ -132,27 +132,18 @@ def test_the_shared_network_is_stored_in_one_byte_a_number(
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_change(
-    campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    campaign: Path, tmp_path: Path, told_to_leave: Callable[[int], None]
 ) -> None:
     """The network comes from `init/`, and the change from the checkpoint."""
     stopped = copied(campaign, tmp_path / "c")
-    island, steps = stopped / "islands/0", list[int]()
+    island = stopped / "islands/0"
     for part in ("expert", "run"):
         shutil.rmtree(island / part)
-    step = DenoiserTask.step
-
-    def leave(task: DenoiserTask, batch: Batch) -> Any:
-        steps.append(1)
-        if len(steps) == 10:
-            raise KeyboardInterrupt
-        return step(task, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DenoiserTask, "step", leave)
-        with pytest.raises(KeyboardInterrupt):
-            train_run(Campaign.open(stopped), "expert", 0)
+    told_to_leave(5)
+    with pytest.raises(Interrupted, match="left at step 5 of"):
+        train_run(Campaign.open(stopped), "expert", 0)
     train_run(Campaign.open(stopped), "expert", 0)
-    assert any(entry["kind"] == "resume" and entry["step"] for entry in entries(island))
+    assert [entry["step"] for entry in entries(island) if entry["kind"] == "resume"] == [5]
     assert same_bits(island, campaign / "islands/0")
 
 
@@ -213,18 +204,16 @@ def test_a_change_of_another_network_is_refused(campaign: Path, tmp_path: Path, 
         ({**LORA, "islands": {1: {"network": {"depth": 2}}}}, ["islands.1.network", "one network"]),
         ({**LORA, "student": {"network": {"lora": {"rank": 2}}}}, ["student.network.lora", "whole network"]),
         ({**LORA, "network": {"lora": {"rank": 4, "alfa": 1}}}, ["alfa", "alpha"]),
+        (
+            {**LORA, "network": {"lora": {"rank": 4, "targets": ["to_w"]}}},
+            ["network.lora.targets", "'to_w'", "attn1.to_q"],
+        ),
     ],
 )
 def test_settings_that_make_no_change_are_refused(
     changes: dict[str, object], words: list[str], run: Run, tmp_path: Path
 ) -> None:
     refused(run("plan", write_campaign(tmp_path / "c", changes), "--rows", "100"), *words)
-
-
-def test_unknown_targets_are_refused_before_training(run: Run, tmp_path: Path) -> None:
-    changes = {**LORA, "network": {"lora": {"rank": 4, "targets": ["to_w"]}}}
-    folder = write_campaign(tmp_path / "c", changes)
-    refused(run("plan", folder, "--rows", "100"), "network.lora.targets", "'to_w'", "attn1.to_q")
 
 
 def test_the_plan_counts_what_a_change_takes(run: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def times(run: Path, kind: str) -> list[float]:
 
 
 def test_an_expert_needs_its_own_folder_only(
-    seeded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seeded: Path, tmp_path: Path, told_to_leave: Callable[[int], None]
 ) -> None:
     """And, interrupted, goes on from its own checkpoint."""
     whole, alone = copied(seeded, tmp_path / "whole"), tmp_path / "alone"
@@ -161,19 +162,9 @@ def test_an_expert_needs_its_own_folder_only(
     alone.mkdir()
     shutil.copy(seeded / "campaign.json", alone)
     shutil.copytree(seeded / "islands/0", alone / "islands/0")
-    step, count = DenoiserTask.step, 0
-
-    def interrupted(self: DenoiserTask, batch: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return step(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DenoiserTask, "step", interrupted)
-        with pytest.raises(AtollError, match="left at step 4"):
-            train_run(Campaign.open(alone), "expert", 0)
+    told_to_leave(4)
+    with pytest.raises(AtollError, match="left at step 4"):
+        train_run(Campaign.open(alone), "expert", 0)
     train_run(Campaign.open(alone), "expert", 0)
     shutil.rmtree(alone / "islands/0/init")  # no longer needed
     train_run(Campaign.open(alone), "expert", 0)
