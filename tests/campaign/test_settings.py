@@ -11,6 +11,7 @@ from atoll.base.config import set_value
 from atoll.base.errors import ConfigError, StoreError
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign.folder import Campaign, new
+from atoll.campaign.prepare import prepare
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.settings import TimeConfig
 from atoll.recipes import catalogue
@@ -170,8 +171,11 @@ def test_words_of_yaml_1_1_are_no_booleans(tmp_path: Path) -> None:
 def test_settings_come_back_from_campaign_json(tmp_path: Path) -> None:
     changes = {"islands": {1: {"train": {"lr": 0.5}}}, "sampling": {"steps": 9}}
     folder = write_campaign(tmp_path / "c", changes)
-    Campaign.open(folder, ["sampling.steps=8", "train.batch=4"]).freeze()
+    prepare(Campaign.open(folder, ["sampling.steps=8", "train.batch=4"]))
     assert json.loads((folder / "campaign.json").read_text())["overrides"] == ["train.batch=4"]
+    assert json.loads((folder / "islands/0/island.json").read_text())["batch"] == 4
+    with pytest.raises(ConfigError, match=r"train\.batch is 5, .* was started with 4"):
+        Campaign.open(folder, ["train.batch=5"])
     Campaign.open(folder).freeze()
     config = Campaign.open(folder).config
     assert config.train.batch == 4 and config.sampling.steps == 9

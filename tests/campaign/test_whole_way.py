@@ -9,20 +9,15 @@ import pytest
 from PIL import Image
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.prepare import prepare
-from atoll.cli import main as cli
 from atoll.data.dataset import DataSet
 from atoll.model.checkpoint import Checkpoint
 from atoll.store.store import Store
-from helpers import assembled, merged, refused, write_campaign
+from helpers import assembled, merged
 from helpers import command as answer
+from whole import run, sets
 
 PROMPTS = ("latin small letter a, serif", "greek capital letter omega, sans bold")
 RUNS = ("islands/0", "islands/1", "router", "monolith")
-
-
-def run(*argv: str | Path) -> None:
-    cli.atoll.main([str(part) for part in argv], standalone_mode=False)
 
 
 def width(path: Path) -> int:
@@ -151,13 +146,6 @@ def test_every_strategy_is_measured(compared: dict) -> None:  # type: ignore[typ
     assert rows["top-2"]["distance"] != rows["top-1"]["distance"]
 
 
-@pytest.mark.slow
-def test_top_2_of_2_is_full_without_guidance(whole: Path, tmp_path: Path) -> None:
-    top = sampled(whole, tmp_path / "a.png", "--routing", "top-2", "--guidance", "1")
-    full = sampled(whole, tmp_path / "b.png", "--routing", "full", "--guidance", "1")
-    assert np.abs(top.astype(int) - full.astype(int)).max() <= 1  # a level of grey, where rounding decides
-
-
 def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> None:  # type: ignore[type-arg]
     metric = compared["metric"]
     assert metric["distance"].endswith("principal components of efficientnet-lite2")
@@ -172,20 +160,6 @@ def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> No
     assert {name: np.shape(trace) for name, trace in compared["routing"].items()} == dict.fromkeys(
         ["once", "top-1", "top-2", "full", "oracle"], (2, 4, 2)
     )
-
-
-@pytest.mark.slow
-def test_a_comparison_is_repeated_with_other_settings_only(
-    compared: dict,  # type: ignore[type-arg]
-    whole: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert answer(capsys, "compare", whole).out == "compare: finished already\n"
-    sets = ["--set", "compare.strategies=[top-1]", "--set", "compare.samples=12"]
-    other = answer(capsys, "compare", whole, *sets)
-    assert other.code == 0 and "top-1" in other.out and "finished already" not in other.out
-    again = json.loads((whole / "reports/compare.json").read_text())
-    assert [row["name"] for row in again["rows"]] == ["monolith", "top-1"]
 
 
 # Own data.
@@ -232,15 +206,11 @@ SMALL_BUDGET = {
 }
 
 
-def small_budget() -> list[str]:
-    return [part for key, value in SMALL_BUDGET.items() for part in ("--set", f"{key}={value}")]
-
-
 def test_a_folder_of_pictures_goes_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The three commands of the README, with a smaller budget, from the folder above the pictures."""
     pictures(tmp_path / "pictures")
     monkeypatch.chdir(tmp_path)
-    run("new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *small_budget())
+    run("new", "mine", "--recipe", "cpu", "--set", "data.source=pictures", *sets(SMALL_BUDGET))
     run("launch", "mine")
     run("sample", "mine", "a red square")
     assert width(tmp_path / "samples.png") >= 4 * 64
@@ -258,30 +228,13 @@ def test_emoji_go_the_whole_way(shared_data: Path, tmp_path: Path) -> None:
     if not source.is_file():
         pytest.skip(f"no {source}")
     folder = tmp_path / "emoji"
-    run("new", folder, "--recipe", "cpu", "--set", f"data.source={source}", *small_budget())
+    run("new", folder, "--recipe", "cpu", "--set", f"data.source={source}", *sets(SMALL_BUDGET))
     run("launch", folder)
     dataset = Campaign.open(folder).dataset()
     assert len(dataset) > 3000
     caption = dataset.take([0]).column("caption")[0].as_py()
     run("sample", folder, caption, "--out", tmp_path / "a.png")
     assert width(tmp_path / "a.png") >= 4 * 64
-
-
-# Overrides on the command line.
-
-
-def test_an_override_of_the_first_command_counts_for_all_later_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`campaign.yaml` still says otherwise; the processes that train and later commands must not mind."""
-    folder = write_campaign(tmp_path / "c")
-    prepare(Campaign.open(folder, ["train.batch=8", "sampling.steps=2"]))
-    assert json.loads((folder / "islands/0/island.json").read_text())["batch"] == 8
-    assert answer(capsys, "train", "expert", folder, "--expert", "0").code == 0
-    again = Campaign.open(folder)
-    assert again.config.train.batch == 8
-    assert again.config.sampling.steps == 3  # never fixed: campaign.yaml decides
-    refused(answer(capsys, "launch", folder, "--set", "train.batch=4"), "train.batch is 4", "started with 8")
 
 
 @pytest.mark.slow
