@@ -1,14 +1,11 @@
 """One campaign that is cut into two clusters, of which every test has a copy."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers import Answer, command, partitioned
-
-Said = Callable[..., Answer]
+from helpers import partitioned
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +20,3 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def campaign(made: Path, tmp_path: Path) -> Path:
     """A copy."""
     return Path(shutil.copytree(made, tmp_path / "c"))
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """The command within this process: what a user would see."""
-    return lambda *argv: command(capsys, *argv)

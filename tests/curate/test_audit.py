@@ -17,16 +17,15 @@ from atoll.curate.audit import ConceptCounts, count, evenness, spread
 from atoll.curate.concepts import FLOOR, TEXT, Finder, Vocabulary, linear, write_hits
 from atoll.data.cluster_map import telling
 from atoll.encoders.vision import ClipEncoder, extractor
-from curate.conftest import Said
-from helpers import refused
+from helpers import Run, refused
 from helpers_extractors import save_clip
 
 CONCEPTS = ["letter", "small letter", "Capital Letters", "digit", "sans", "serif", "unicorn"]
 
 
-def index(said: Said, campaign: Path, concepts: list[str] = CONCEPTS) -> tuple[Vocabulary, Finder]:
+def index(run: Run, campaign: Path, concepts: list[str] = CONCEPTS) -> tuple[Vocabulary, Finder]:
     (campaign / "concepts.txt").write_text("\n".join(concepts))
-    answer = said("concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
+    answer = run("concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
     assert answer.code == 0 and f"{len(concepts)} concepts (concepts.txt)" in answer.out
     vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
     return vocabulary, Finder(vocabulary)
@@ -46,9 +45,9 @@ def captions(folder: Path) -> list[str]:
     return texts
 
 
-def test_counts_are_those_of_every_caption(campaign: Path, said: Said):
-    index(said, campaign)
-    audit = said("concepts", "audit", campaign)
+def test_counts_are_those_of_every_caption(campaign: Path, run: Run):
+    index(run, campaign)
+    audit = run("concepts", "audit", campaign)
     dataset, partition = Campaign.open(campaign).clustered()
     assert len(dataset.shards) > 1
     held, texts = set(dataset.split("heldout").tolist()), captions(campaign)
@@ -70,22 +69,22 @@ def test_counts_are_those_of_every_caption(campaign: Path, said: Said):
 
 
 def test_only_shards_that_changed_are_searched_again(
-    campaign: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+    campaign: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    index(said, campaign)
+    index(run, campaign)
     folder = campaign / "data/columns" / TEXT
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     (folder / "00001.safetensors").unlink()
     searched: list[str] = []
     whole = Finder.__call__
     monkeypatch.setattr(Finder, "__call__", lambda self, text: searched.append(text) or whole(self, text))
-    index(said, campaign)
+    index(run, campaign)
     assert len(searched) == Campaign.open(campaign).dataset().shards[1].rows
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path, said: Said):
-    vocabulary, finder = index(said, campaign)
+def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path, run: Run):
+    vocabulary, finder = index(run, campaign)
     dataset, partition = Campaign.open(campaign).clustered()
     train, texts = dataset.split("train"), captions(campaign)
     small = [int(row) for row in train if "small letter" in texts[int(row)]][:6]
@@ -96,8 +95,8 @@ def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path
         concept=["Small_letter", "unicorn", "unicorn", "letters", "letters", "no such", "letter", "letter"],
         probability=[0.9, 0.8, 0.71, 0.6, FLOOR / 2, 1.0, 0.99, 1.0],
     )
-    assert said("concepts", "tag", campaign, path).code == 0
-    answer = said("concepts", "audit", campaign)
+    assert run("concepts", "tag", campaign, path).code == 0
+    answer = run("concepts", "audit", campaign)
     counts, looser = (
         count(dataset, vocabulary, train, partition.clusters[train], 2, threshold) for threshold in (0.7, 0.5)
     )
@@ -115,37 +114,37 @@ def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path
     assert f"misaligned: {apart} of {sum(comparable)} rows" in answer.out
 
 
-def test_counts_of_islands_add_up_to_those_of_the_whole(campaign: Path, tmp_path: Path, said: Said):
-    vocabulary, _ = index(said, campaign)
-    said("concepts", "audit", campaign)
+def test_counts_of_islands_add_up_to_those_of_the_whole(campaign: Path, tmp_path: Path, run: Run):
+    vocabulary, _ = index(run, campaign)
+    run("concepts", "audit", campaign)
     dataset, partition = Campaign.open(campaign).clustered()
     files = [tmp_path / f"{part}.json" for part in range(3)]
     for path, rows in zip(files, np.array_split(dataset.split("train"), 3), strict=True):
         path.write_text(json.dumps(count(dataset, vocabulary, rows, partition.clusters[rows], 2).to_json()))
-    assert said("concepts", "add", *files, "--out", tmp_path / "all").code == 0
+    assert run("concepts", "add", *files, "--out", tmp_path / "all").code == 0
     one, all_ = ((p / ConceptCounts.PLACE).read_bytes() for p in (campaign, tmp_path / "all"))
     assert one == all_
     files[0].write_text(json.dumps(json.loads(files[0].read_text()) | {"vocabulary": "another"}))
-    refused(said("concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
+    refused(run("concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
     assert not (tmp_path / "no" / "reports").exists()
 
 
-def test_labels_are_concepts_too_and_another_vocabulary_leaves_them_out(campaign: Path, said: Said):
-    index(said, campaign, ["DejaVuSans", "DejaVuSerif"])
-    assert said("concepts", "tag", campaign, "labels").code == 0
-    assert "alone are counted" not in said("concepts", "audit", campaign).out
+def test_labels_are_concepts_too_and_another_vocabulary_leaves_them_out(campaign: Path, run: Run):
+    index(run, campaign, ["DejaVuSans", "DejaVuSerif"])
+    assert run("concepts", "tag", campaign, "labels").code == 0
+    assert "alone are counted" not in run("concepts", "audit", campaign).out
     dataset = Campaign.open(campaign).dataset()
     labels = dataset.take(dataset.split("train"))["label"].to_pylist()
     assert counts_of(campaign).table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
-    index(said, campaign)
-    answer = said("concepts", "audit", campaign)
+    index(run, campaign)
+    answer = run("concepts", "audit", campaign)
     assert answer.code == 0 and "captions alone are counted" in answer.out
     assert counts_of(campaign).image is None
 
 
-def test_a_linear_tagger_learns_what_captions_say(campaign: Path, said: Said):
+def test_a_linear_tagger_learns_what_captions_say(campaign: Path, run: Run):
     """Features that hold the answer: tags of held-out rows, which it never saw, must be the captions'."""
-    vocabulary, finder = index(said, campaign)
+    vocabulary, finder = index(run, campaign)
     dataset, texts = Campaign.open(campaign).dataset(), captions(campaign)
     noise = np.random.default_rng(0).normal(0, 0.05, (len(texts), 16)).astype(np.float32)
     for row, text in enumerate(texts):
@@ -162,10 +161,10 @@ def test_a_linear_tagger_learns_what_captions_say(campaign: Path, said: Said):
     assert found == [set(finder(texts[int(row)])) for row in heldout]
 
 
-def test_a_clip_tags_each_concept_against_a_plain_photo(campaign: Path, tmp_path: Path, said: Said):
-    index(said, campaign, ["red", "apple"])
+def test_a_clip_tags_each_concept_against_a_plain_photo(campaign: Path, tmp_path: Path, run: Run):
+    index(run, campaign, ["red", "apple"])
     name = str(save_clip(tmp_path / "clip"))
-    assert said("concepts", "tag", campaign, f"clip:{name}").code == 0
+    assert run("concepts", "tag", campaign, f"clip:{name}").code == 0
     dataset, encoder = Campaign.open(campaign).dataset(), extractor(name)
     assert isinstance(encoder, ClipEncoder)
     row = 37
@@ -179,8 +178,8 @@ def test_a_clip_tags_each_concept_against_a_plain_photo(campaign: Path, tmp_path
     wanted = {n: pytest.approx(float(p), abs=1e-4) for n, p in enumerate(expected) if p >= FLOOR}
     assert found == wanted and wanted
     bare = save_clip(tmp_path / "bare", tokenizer=False)
-    refused(said("concepts", "tag", campaign, f"clip:{bare}"), "no tokenizer")
-    refused(said("concepts", "tag", campaign, "clip:pixels"), "is no CLIP")
+    refused(run("concepts", "tag", campaign, f"clip:{bare}"), "no tokenizer")
+    refused(run("concepts", "tag", campaign, "clip:pixels"), "is no CLIP")
 
 
 def test_how_concepts_are_spread():
@@ -194,7 +193,7 @@ def test_how_concepts_are_spread():
     assert evenness(table[:, :1], rows[:1]).tolist() == [1, 1, 1, 1]
 
 
-def test_bad_input_is_one_line(campaign: Path, said: Said):
+def test_bad_input_is_one_line(campaign: Path, run: Run):
     for argv, *words in (
         (["index", campaign, "--vocabulary", campaign / "none.txt"], "none.txt", "No such file"),
         (["index", campaign, "--vocabulary", campaign], "cannot read", "directory"),
@@ -202,18 +201,18 @@ def test_bad_input_is_one_line(campaign: Path, said: Said):
         (["audit", campaign], "no vocabulary", "atoll concepts index"),
         (["add", campaign / "campaign.yaml"], "campaign.yaml"),
     ):
-        refused(said("concepts", *argv), *words)
+        refused(run("concepts", *argv), *words)
     for content, *words in (
         (bytes(range(256)), "no UTF-8 text"),
         (b"\n \n", "holds no concepts"),
         (b"dog\nDog\n", "line 2", "again"),
     ):
         (campaign / "wrong.txt").write_bytes(content)
-        refused(said("concepts", "index", campaign, "--vocabulary", campaign / "wrong.txt"), *words)
+        refused(run("concepts", "index", campaign, "--vocabulary", campaign / "wrong.txt"), *words)
 
 
-def test_tags_that_are_none(campaign: Path, said: Said):
-    index(said, campaign)
+def test_tags_that_are_none(campaign: Path, run: Run):
+    index(run, campaign)
     for content, *words in (
         ({"id": ["x"], "concept": ["letter"]}, "tags no row"),
         ({"id": ["x"]}, "no column 'concept'"),
@@ -221,8 +220,8 @@ def test_tags_that_are_none(campaign: Path, said: Said):
         ({"id": ["x"], "concept": ["letter"], "probability": ["high"]}, "row 0", "'high'"),
         ({"id": ["x"], "concept": ["letter"], "probability": [float("nan")]}, "row 0", "nan"),
     ):
-        refused(said("concepts", "tag", campaign, tags(campaign, **content)), *words)
+        refused(run("concepts", "tag", campaign, tags(campaign, **content)), *words)
     (campaign / "tags.parquet").write_bytes(b"PAR1 and then nothing")
-    refused(said("concepts", "tag", campaign, campaign / "tags.parquet"), "no parquet")
-    refused(said("concepts", "tag", campaign, "clairvoyance"), "no tagger or file")
+    refused(run("concepts", "tag", campaign, campaign / "tags.parquet"), "no parquet")
+    refused(run("concepts", "tag", campaign, "clairvoyance"), "no tagger or file")
     assert not (campaign / "data/columns/concepts-image").exists()

@@ -19,8 +19,7 @@ from atoll.curate.audit import ConceptCounts
 from atoll.curate.fit import FrequencyFit, binned, fit
 from atoll.curate.tail import FARTHEST, RealPictures, TailPrompts
 from atoll.train.run import train_run
-from curate.conftest import Said
-from helpers import assembled, refused
+from helpers import Run, assembled, refused
 
 TEXT = {
     "condition": "text",
@@ -66,8 +65,8 @@ def test_a_real_picture_does_not_judge_itself():
     assert FARTHEST < -1
 
 
-def test_rare_concepts_are_paired_with_common_ones(campaign: Path, said: Said):
-    answer = said("concepts", "tail", campaign, "--n", "5", "--least", "2", "--template", "a {}")
+def test_rare_concepts_are_paired_with_common_ones(campaign: Path, run: Run):
+    answer = run("concepts", "tail", campaign, "--n", "5", "--least", "2", "--template", "a {}")
     assert answer.code == 0, answer.err
     store = Campaign.open(campaign).store
     prompts = TailPrompts.read(store, TailPrompts.PLACE)
@@ -80,19 +79,19 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, said: Said):
     assert prompts.templates == ("a {}",)
 
 
-def test_an_audit_of_another_vocabulary_is_refused(campaign: Path, said: Said):
-    answer = said("concepts", "index", campaign, "--least", "3")
+def test_an_audit_of_another_vocabulary_is_refused(campaign: Path, run: Run):
+    answer = run("concepts", "index", campaign, "--least", "3")
     assert "--vocabulary FILE names others" in answer.out
     refused(
-        said("concepts", "tail", campaign, "--n", "2"), "changed since the audit: run 'atoll concepts audit'"
+        run("concepts", "tail", campaign, "--n", "2"), "changed since the audit: run 'atoll concepts audit'"
     )
 
 
-def test_models_are_drawn_and_judged(campaign: Path, said: Said):
-    said("concepts", "tail", campaign, "--n", "4", "--least", "2")
+def test_models_are_drawn_and_judged(campaign: Path, run: Run):
+    run("concepts", "tail", campaign, "--n", "4", "--least", "2")
     argv = ["concepts", "evaluate", campaign, "--each", "2", "--extractor", "pixels"]
     models = ["--model", "monolith", "--model", "ensemble:top-1", "--model", "ensemble:full"]
-    answer = said(*argv, *models)
+    answer = run(*argv, *models)
     assert answer.code == 0, answer.err
     rows = list(csv.DictReader((campaign / "reports" / "concepts" / "tail.csv").read_text().splitlines()))
     models = {row["model"] for row in rows}
@@ -108,27 +107,27 @@ def test_models_are_drawn_and_judged(campaign: Path, said: Said):
     (finding,) = [x for x in findings(Campaign.open(campaign).store) if "Rare" in x.title]
     assert [row[0] for row in finding.rows][1:] == ["monolith", "ensemble:top-1", "ensemble:full"]
     before = (campaign / "reports" / "concepts" / "tail.csv").read_bytes()
-    assert said(*argv, *[x for m in sorted(models) if "real" not in m for x in ("--model", m)]).code == 0
+    assert run(*argv, *[x for m in sorted(models) if "real" not in m for x in ("--model", m)]).code == 0
     again = (campaign / "reports" / "concepts" / "tail.csv").read_bytes()
     assert sorted(again.splitlines()) == sorted(before.splitlines())  # the same noise, the same pictures
 
 
-def test_what_is_missing_is_said(campaign: Path, said: Said):
-    refused(said("concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
+def test_what_is_missing_is_said(campaign: Path, run: Run):
+    refused(run("concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
     refused(
-        said("concepts", "tail", campaign, "--n", "9999"),
+        run("concepts", "tail", campaign, "--n", "9999"),
         "9999 rare ones take 39996: lower --least, or --n to",
     )
     few = ("--n", "2", "--least", "100000")
     refused(
-        said("concepts", "tail", campaign, *few), "0 concepts in 100000 training rows or more", "index more"
+        run("concepts", "tail", campaign, *few), "0 concepts in 100000 training rows or more", "index more"
     )
-    refused(said("concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept")
-    said("concepts", "tail", campaign, "--n", "2")
-    said("concepts", "index", campaign, "--least", "4")
-    refused(said("concepts", "evaluate", campaign), "other concepts")
+    refused(run("concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept")
+    run("concepts", "tail", campaign, "--n", "2")
+    run("concepts", "index", campaign, "--least", "4")
+    refused(run("concepts", "evaluate", campaign), "other concepts")
     (campaign / "reports" / "concepts" / "counts.json").unlink()
-    refused(said("concepts", "tail", campaign), "no counts", "atoll concepts audit")
+    refused(run("concepts", "tail", campaign), "no counts", "atoll concepts audit")
 
 
 def published(shared_data: Path, pretraining: str, search: str, backbone: str) -> FrequencyFit:
@@ -223,17 +222,17 @@ def options(folder: Path, counts: str = COUNTS) -> list[str]:
     return ["concepts", "fit", *files]
 
 
-def test_tables_are_joined_by_concept_and_common_words(tmp_path: Path, said: Said):
+def test_tables_are_joined_by_concept_and_common_words(tmp_path: Path, run: Run):
     argv = options(tmp_path)
-    answer = said(*argv, "--where", "set=a")
+    answer = run(*argv, "--where", "set=a")
     assert answer.code == 0 and "4 concepts; 1 results have no count" in answer.out
     written = json.loads((tmp_path / "reports/concepts/fit.json").read_text())
     assert written["slope"][0] == pytest.approx(1) and written["pearson"][0] == pytest.approx(1)
-    assert said(*argv).code == 0
+    assert run(*argv).code == 0
     assert json.loads((tmp_path / "reports/concepts/fit.json").read_text())["concepts"] == 5
 
 
-def test_tables_that_cannot_be_joined(tmp_path: Path, said: Said):
+def test_tables_that_cannot_be_joined(tmp_path: Path, run: Run):
     for counts, more, *words in (
         (COUNTS, "--where set=b", "1 concepts", "three or more"),
         (COUNTS, "--where sett=b", "neither table has 'sett'", "set"),
@@ -245,4 +244,4 @@ def test_tables_that_cannot_be_joined(tmp_path: Path, said: Said):
         ("concept,kind\ncat,x\n", "", "0 columns of numbers"),
         ("", "", "no parquet"),
     ):
-        refused(said(*options(tmp_path, counts), *more.split()), *words)
+        refused(run(*options(tmp_path, counts), *more.split()), *words)

@@ -15,8 +15,7 @@ from atoll.cli import main as cli
 from atoll.curate.aesthetics.stages import COLUMN
 from atoll.curate.concepts import Finder, Vocabulary
 from atoll.data.weights import candidates
-from curate.conftest import Said
-from helpers import refused
+from helpers import Run, refused
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +43,24 @@ def shares(folder: Path) -> tuple[float, list[float], float]:
     return float(kept.mean()), each, 1 / min(partition.sizes)
 
 
-def test_every_cluster_keeps_its_share(campaign: Path, said: Said):
+def test_every_cluster_keeps_its_share(campaign: Path, run: Run):
     for quantile in (0.25, 0.5, 0.9):
         argv = ["data", "filter", campaign, "--keep", f"score >= q{quantile}"]
-        assert said(*argv, "--per-cluster").code == 0
+        assert run(*argv, "--per-cluster").code == 0
         whole, each, row = shares(campaign)
         assert each == pytest.approx([1 - quantile] * len(each), abs=max(0.01, row))
         assert whole == pytest.approx(1 - quantile, abs=0.01)
-        assert said(*argv).code == 0
+        assert run(*argv).code == 0
         whole, each, _ = shares(campaign)
         assert whole == pytest.approx(1 - quantile, abs=0.01)
         assert each[1] > each[0] + 0.1  # cluster 1 scores higher
 
 
-def test_what_is_kept_is_told_and_drawn(campaign: Path, said: Said):
-    dry = said("data", "filter", campaign, "--keep", "score >= 0.3", "--dry-run")
+def test_what_is_kept_is_told_and_drawn(campaign: Path, run: Run):
+    dry = run("data", "filter", campaign, "--keep", "score >= 0.3", "--dry-run")
     dataset = Campaign.open(campaign).dataset()
     assert not dataset.has_column("weights") and not (campaign / "reports" / "kept.txt").exists()
-    real = said("data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
+    real = run("data", "filter", campaign, "--keep", "score >= 0.3", "--keep", "width <= 99999")
     assert dry.out.splitlines() == real.out.splitlines()[:-1]
     dataset, store = Campaign.open(campaign).dataset(), Campaign.open(campaign).store
     weights, train = dataset.weights, candidates(dataset)
@@ -79,10 +78,10 @@ def test_what_is_kept_is_told_and_drawn(campaign: Path, said: Said):
         ReportTable(title="t", text="x", columns=["a", "b"], rows=[["1"]])
 
 
-def test_protected_concepts_are_whole(campaign: Path, said: Said):
+def test_protected_concepts_are_whole(campaign: Path, run: Run):
     (campaign / "tail.txt").write_text("Greeks\n\ndigits\n")
     argv = ["data", "filter", campaign, "--keep", "score > 0.9"]
-    assert said(*argv, "--protect", campaign / "tail.txt").code == 0
+    assert run(*argv, "--protect", campaign / "tail.txt").code == 0
     opened = Campaign.open(campaign)
     dataset, train = opened.dataset(), candidates(opened.dataset())
     finder = Finder(Vocabulary.read(opened.store, Vocabulary.PLACE))
@@ -93,30 +92,30 @@ def test_protected_concepts_are_whole(campaign: Path, said: Said):
     assert (dataset.weights[train] == (safe | (scores > 0.9))).all()
 
 
-def test_other_scores_give_other_weights(campaign: Path, said: Said):
+def test_other_scores_give_other_weights(campaign: Path, run: Run):
     table, weights = pq.read_table(campaign / "scores.parquet"), []
     for order in (1, -1):
         given = table.set_column(1, "MetaVoter", [pa.array(table["MetaVoter"].to_numpy()[::order])])
         pq.write_table(given, campaign / "scores.parquet")
-        said("aesthetics", "score", campaign, "--from", campaign / "scores.parquet")
-        assert said("data", "filter", campaign, "--keep", "score >= q0.5").code == 0
+        run("aesthetics", "score", campaign, "--from", campaign / "scores.parquet")
+        assert run("data", "filter", campaign, "--keep", "score >= q0.5").code == 0
         weights.append(Campaign.open(campaign).dataset().weights)
     assert (weights[0] != weights[1]).any()
 
 
-def test_weights_are_multiplied_if_so_asked(campaign: Path, said: Said):
-    said("concepts", "rebalance", campaign, "--t", "5")
+def test_weights_are_multiplied_if_so_asked(campaign: Path, run: Run):
+    run("concepts", "rebalance", campaign, "--t", "5")
     before = Campaign.open(campaign).dataset().weights
-    tried = said("data", "filter", campaign, "--keep", "score >= q0.5", "--dry-run").out
+    tried = run("data", "filter", campaign, "--keep", "score >= q0.5", "--dry-run").out
     assert "warning: the weights by rebalance are replaced: --times multiplies them instead" in tried
-    assert "are replaced" not in said("data", "filter", campaign, "--keep", "score >= q0.5", "--times").out
+    assert "are replaced" not in run("data", "filter", campaign, "--keep", "score >= q0.5", "--times").out
     dataset = Campaign.open(campaign).dataset()
     after, train = dataset.weights, candidates(dataset)
     assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}
     assert len(np.unique(before)) > 2
 
 
-def test_what_cannot_be_is_refused(campaign: Path, said: Said):
+def test_what_cannot_be_is_refused(campaign: Path, run: Run):
     (campaign / "wrong.txt").write_text("greek\nunicorn\n")
     for keep, *words in (
         ("score", "no condition"),
@@ -127,14 +126,14 @@ def test_what_cannot_be_is_refused(campaign: Path, said: Said):
         ("Looks >= q0.5", "describes a person", "--allow-sensitive"),
         ("score > 1", "keeps no row"),
     ):
-        refused(said("data", "filter", campaign, "--keep", keep), *words)
+        refused(run("data", "filter", campaign, "--keep", keep), *words)
     for name, words in (("gone.txt", "cannot read"), ("wrong.txt", "'unicorn' is no concept")):
-        refused(said("data", "filter", campaign, "--keep", "score >= 0", "--protect", campaign / name), words)
+        refused(run("data", "filter", campaign, "--keep", "score >= 0", "--protect", campaign / name), words)
     assert not Campaign.open(campaign).dataset().has_column("weights")
-    assert said("data", "filter", campaign, "--keep", "Looks >= 0.5", "--allow-sensitive").code == 0
+    assert run("data", "filter", campaign, "--keep", "Looks >= 0.5", "--allow-sensitive").code == 0
 
 
-def test_scores_that_do_not_fit_are_refused(campaign: Path, said: Said):
+def test_scores_that_do_not_fit_are_refused(campaign: Path, run: Run):
     table = pq.read_table(campaign / "scores.parquet")
     for wrong, words in (
         (table.slice(3), "lacks 3 of"),
@@ -144,10 +143,10 @@ def test_scores_that_do_not_fit_are_refused(campaign: Path, said: Said):
         (table.drop(["id"]), "has no column 'id'"),
     ):
         pq.write_table(wrong, campaign / "wrong.parquet")
-        refused(said("aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), words)
+        refused(run("aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), words)
 
 
-def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, said: Said):
+def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, run: Run):
     """A licence, a source, or any other text; commas between texts, and `not in` for all others."""
     dataset = Campaign.open(campaign).dataset()
     groups = dataset.table(["group"])["group"].to_pylist()
@@ -155,11 +154,11 @@ def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, said: Said):
     one, other = sorted({groups[row] for row in train})[:2]
     chosen = [groups[row] in (one, other) for row in train]
     argv = ["data", "filter", campaign, "--keep"]
-    assert said(*argv, f"group in ({one}, {other})").code == 0
+    assert run(*argv, f"group in ({one}, {other})").code == 0
     assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == chosen
-    assert said(*argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
+    assert run(*argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
     assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == [not c for c in chosen]
-    refused(said(*argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
-    refused(said(*argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
-    refused(said(*argv, "group in ()"), "is no condition")
-    refused(said(*argv, f"group in ({one}) extra"), "is no condition")
+    refused(run(*argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
+    refused(run(*argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
+    refused(run(*argv, "group in ()"), "is no condition")
+    refused(run(*argv, f"group in ({one}) extra"), "is no condition")

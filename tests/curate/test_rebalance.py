@@ -15,8 +15,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.order import Order
 from atoll.data.partition import load
 from atoll.train.run import train_run
-from curate.conftest import Said
-from helpers import refused, write_campaign
+from helpers import Run, refused, write_campaign
 
 CONCEPTS = ["letter", "small letter", "capital letter", "greek", "unicorn"]
 
@@ -48,9 +47,9 @@ def expected(folder: Path, t: float, per_expert: bool = False, other: float = 1.
     return weights
 
 
-def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(campaign: Path, said: Said):
+def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(campaign: Path, run: Run):
     for t, options in ((5, []), (20, ["--other", "0.25"]), (3, ["--per-expert"])):
-        answer = said("concepts", "rebalance", campaign, "--t", str(t), *options)
+        answer = run("concepts", "rebalance", campaign, "--t", str(t), *options)
         assert answer.code == 0
         dataset = Campaign.open(campaign).dataset()
         wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
@@ -60,25 +59,25 @@ def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(campaign: Path,
         assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
 
 
-def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, said: Said):
+def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, run: Run):
     argv = ["concepts", "rebalance", campaign, "--target-size", "30"]
-    answer = said(*argv, "--dry-run")
+    answer = run(*argv, "--dry-run")
     assert answer.code == 0 and "an epoch has 30 of 76" in answer.out and "expert 1: " in answer.out
     assert not Campaign.open(campaign).dataset().has_column("weights")
-    assert said(*argv).code == 0
+    assert run(*argv).code == 0
     dataset = Campaign.open(campaign).dataset()
     assert 29 < dataset.weights[dataset.split("train")].sum() <= 30
-    refused(said("concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
-    refused(said("concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
-    refused(said("concepts", "rebalance", campaign), "--t or --target-size")
+    refused(run("concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
+    refused(run("concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
+    refused(run("concepts", "rebalance", campaign), "--t or --target-size")
 
 
 @pytest.fixture
-def weighted(campaign: Path, said: Said) -> Path:
+def weighted(campaign: Path, run: Run) -> Path:
     """Another campaign on the same data, which draws by weight."""
-    said("concepts", "rebalance", campaign, "--t", "4")
+    run("concepts", "rebalance", campaign, "--t", "4")
     folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
-    assert said("partition", folder).code == 0
+    assert run("partition", folder).code == 0
     return folder
 
 
@@ -102,31 +101,31 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
         assert RunPlan.read(store, f"{run}/island.json").weighted
 
 
-def test_parts_of_other_weights_make_no_ensemble(campaign: Path, weighted: Path, said: Said):
+def test_parts_of_other_weights_make_no_ensemble(campaign: Path, weighted: Path, run: Run):
     for folder, runs in (
         (weighted, [("expert", 0), ("expert", 1), ("router", None)]),
         (campaign, [("expert", 1)]),
     ):
         for role, number in runs:
             train_run(Campaign.open(folder), role, number)
-    assert said("assemble", weighted).code == 0
-    card = said("export", weighted, "--to", weighted.parent / "out")
+    assert run("assemble", weighted).code == 0
+    card = run("export", weighted, "--to", weighted.parent / "out")
     assert card.code == 0 and '"name": "rebalance"' in (weighted.parent / "out" / "README.md").read_text()
     shutil.rmtree(weighted / "islands/1")
     shutil.copytree(campaign / "islands/1", weighted / "islands/1")
     shutil.rmtree(weighted / "ensemble")
-    refused(said("assemble", weighted), "partition")
+    refused(run("assemble", weighted), "partition")
 
 
-def test_an_island_without_its_weights_does_not_train(weighted: Path, said: Said):
+def test_an_island_without_its_weights_does_not_train(weighted: Path, run: Run):
     shutil.rmtree(weighted / "islands/0/data/columns/weights")
-    refused(said("train", "expert", weighted, "--expert", "0"), "weights")
+    refused(run("train", "expert", weighted, "--expert", "0"), "weights")
 
 
-def test_weights_that_are_none(campaign: Path, said: Said):
+def test_weights_that_are_none(campaign: Path, run: Run):
     dataset = Campaign.open(campaign).dataset()
     folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
-    refused(said("partition", folder), "no column 'weights'")
+    refused(run("partition", folder), "no column 'weights'")
     for value, words in (
         (-1.0, "negative or no number"),
         (float("nan"), "negative or no number"),
@@ -134,4 +133,4 @@ def test_weights_that_are_none(campaign: Path, said: Said):
         (0.0, "no training row has any weight"),
     ):
         dataset.write_values("weights", {"name": str(value)}, np.full(len(dataset), value, dtype=np.float32))
-        refused(said("partition", folder), words)
+        refused(run("partition", folder), words)
