@@ -16,7 +16,7 @@ from atoll.curate.aesthetics.readers import LanguageReader
 from atoll.curate.aesthetics.scale import Labels, Scale, read_labels
 from atoll.curate.aesthetics.scorer import HEADS, ExpertHead, Scorer, Training, default_training, split
 from atoll.curate.aesthetics.stages import agreement
-from helpers import command, refused
+from helpers import Run, refused
 from helpers_vlm import save_llava
 
 TREE = {"Sharp": "All", "Bright": "All", "All": None}
@@ -129,26 +129,16 @@ def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels:
     assert torch.allclose(scorer.scores(seen[:1]), scores[:1], atol=1e-5)
 
 
-def test_a_head_that_no_label_trained_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_head_that_no_label_trained_is_named(tmp_path: Path, run: Run):
     table = pq.read_table(pictures(tmp_path, groups=4)).to_pylist()
     rated = [{**row, "scores": [None, None, row["scores"][2]]} for row in table]
     pq.write_table(pa.Table.from_pylist(rated), tmp_path / "labels.parquet")
-    dimensions = [{"name": name, "parent": parent} for name, parent in TREE.items()]
-    (tmp_path / "scale.yaml").write_text(json.dumps({"dimensions": dimensions}))
-    argv = [
-        "--scale",
-        tmp_path / "scale.yaml",
-        "--backbone",
-        BACKBONE,
-        "--epochs",
-        "1",
-        "--out",
-        tmp_path / "s",
-    ]
+    (tmp_path / "scale.yaml").write_text(json.dumps(SCALE.model_dump()))
+    how = ["--scale", tmp_path / "scale.yaml", "--backbone", BACKBONE, "--epochs", "1"]
     note = "note: no label trained the dimensions (expert head): disregard those scores"
-    trained = command(capsys, "aesthetics", "train", tmp_path / "labels.parquet", *argv)
+    trained = run("aesthetics", "train", tmp_path / "labels.parquet", *how, "--out", tmp_path / "s")
     assert note in trained.out, trained.err
-    found = command(capsys, "aesthetics", "evaluate", tmp_path / "labels.parquet", "--scorer", tmp_path / "s")
+    found = run("aesthetics", "evaluate", tmp_path / "labels.parquet", "--scorer", tmp_path / "s")
     assert note in found.out, found.err
 
 
@@ -212,7 +202,7 @@ def test_a_scale_that_is_no_tree_is_refused():
             Scale.parse({"dimensions": dimensions}, "a scale")
 
 
-def test_wrong_labels_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_labels_are_refused_in_one_line(tmp_path: Path, run: Run):
     pictures(tmp_path, groups=1, each=2)
     (tmp_path / "scale.yaml").write_text(json.dumps(SCALE.model_dump()))
     how = ["--scale", tmp_path / "scale.yaml", "--backbone", BACKBONE, "--out", tmp_path / "s"]
@@ -225,5 +215,5 @@ def test_wrong_labels_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
         ("cannot read", {"image": "gone.png", "score": 0.5}, {"image": "0-1.png", "score": 0.5}),
     ):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "wrong.parquet")
-        refused(command(capsys, "aesthetics", "train", tmp_path / "wrong.parquet", *how), words)
+        refused(run("aesthetics", "train", tmp_path / "wrong.parquet", *how), words)
     assert not (tmp_path / "s").exists()
