@@ -24,7 +24,7 @@ from atoll.model.model import Model
 from atoll.networks.families import family
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.train.run import train_run
-from helpers import command, partitioned, refused
+from helpers import Run, command, partitioned, refused
 from helpers_networks import random_weights
 
 LINEAR: dict[str, Any] = {}
@@ -114,18 +114,16 @@ def test_its_velocity_is_the_exact_conversion(
     assert 0.1 < float((x0.abs() > 1).float().mean()) < 0.9
 
 
-def test_what_it_was_trained_on_may_be_said(
-    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_was_trained_on_may_be_said(campaign: Campaign, tmp_path: Path, run: Run) -> None:
     checkpoint(tmp_path / "there")
     shutil.rmtree(tmp_path / "there/scheduler")
     asked = ("adopt", campaign.store.location, tmp_path / "there", "--expert", "0")
-    refused(command(capsys, *asked[:2], tmp_path / "nowhere", *asked[3:]), "there is no folder")
-    refused(command(capsys, *asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
+    refused(run(*asked[:2], tmp_path / "nowhere", *asked[3:]), "there is no folder")
+    refused(run(*asked), "no scheduler_config.json", "--prediction eps --schedule ddpm-linear")
     said = ("--prediction", "x0", "--schedule")
-    refused(command(capsys, *asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
+    refused(run(*asked, *said, "vp-cos"), "did you mean 'vp-cosine'")
     assert not Checkpoint(campaign.store, "islands/0/expert").published
-    assert command(capsys, *asked, *said, "vp-cosine").code == 0
+    assert run(*asked, *said, "vp-cosine").code == 0
     card = Checkpoint(campaign.store, "islands/0/expert").card
     assert (card.prediction, card.schedule) == ("x0", "vp-cosine")
 
@@ -159,16 +157,14 @@ def test_one_for_other_data_is_refused(
     assert not list((Path(campaign.store.location) / "islands/0/run").rglob("*.json"))
 
 
-def test_data_that_does_not_say_what_made_it_is_refused(
-    campaign: Campaign, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_does_not_say_what_made_it_is_refused(campaign: Campaign, tmp_path: Path, run: Run) -> None:
     checkpoint(tmp_path / "there")
     path = tmp_path / "c/islands/0/data/columns/latents/column.json"
     column = json.loads(path.read_bytes())
     del column["producer"]["hash"]
     path.write_text(json.dumps(column))
     asked = ("adopt", tmp_path / "c", tmp_path / "there", "--expert", "0")
-    refused(command(capsys, *asked), "the column latents", "'hash' in it")
+    refused(run(*asked), "the column latents", "'hash' in it")
     assert not (tmp_path / "c/islands/0/expert").exists()
 
 

@@ -26,7 +26,7 @@ from atoll.report.facts import Facts
 from atoll.report.page import summary
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import atoll, command, environment, partitioned, write_campaign
+from helpers import Run, atoll, environment, partitioned, write_campaign
 
 TEXT: dict[str, Any] = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 12}}
 NOISE = {"schedule": "vp-cosine", "prediction": "eps"}
@@ -126,16 +126,14 @@ def test_each_one_is_asked_in_its_own_terms(mixed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_sampled_exported_and_reloaded(
-    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_sampled_exported_and_reloaded(mixed: Path, tmp_path: Path, run: Run) -> None:
     sheets = []
     for routing in ("top-1", "full"):
         out = tmp_path / f"{routing}.png"
-        assert command(capsys, "sample", mixed, *PROMPTS, "--routing", routing, "--out", out).code == 0
+        assert run("sample", mixed, *PROMPTS, "--routing", routing, "--out", out).code == 0
         sheets.append(out.read_bytes())
     assert sheets[0] != sheets[1]
-    assert command(capsys, "export", mixed, "--to", tmp_path / "out", "--no-picture").code == 0
+    assert run("export", mixed, "--to", tmp_path / "out", "--no-picture").code == 0
     there, back = (AtollPipeline.from_pretrained(p) for p in (mixed / "ensemble", tmp_path / "out"))
     names = [type(n).__name__.removesuffix("Transformer2DModel") for n in back.experts.networks.values()]
     assert names == ["PixArt", "PixArt", "SD3", "Flux"]

@@ -27,7 +27,7 @@ from atoll.model.foreign import DiffusersCheckpoint, find
 from atoll.model.model import Model
 from atoll.model.sampler import Sampler
 from atoll.train.run import train_run
-from helpers import command, merged, partitioned, refused, write_campaign
+from helpers import Run, merged, partitioned, refused, write_campaign
 from helpers_export import text_tower
 from published import MADE, SIZE, loaded, pictures
 
@@ -281,11 +281,7 @@ def test_training_goes_on_from_all_of_its_weights(
     ],
 )
 def test_what_a_checkpoint_needs_and_a_campaign_lacks_is_named(
-    name: str,
-    changes: dict[str, Any],
-    words: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path, run: Run
 ) -> None:
     """Before any work."""
     folder, source = MADE[name](tmp_path / "there"), pictures(tmp_path / "rows.parquet")
@@ -294,23 +290,21 @@ def test_what_a_checkpoint_needs_and_a_campaign_lacks_is_named(
     settings = merged(settings_for(name, folder, source), changes)
     started = merged(settings, {"network": {"init": str(folder)}})
     campaign = write_campaign(tmp_path / "c", started)
-    refused(command(capsys, "data", "prepare", campaign), *words)
+    refused(run("data", "prepare", campaign), *words)
     assert not (campaign / "data").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOINT)
-def test_an_export_is_the_pipeline_with_all_of_its_encoders(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_the_pipeline_with_all_of_its_encoders(name: str, tmp_path: Path, run: Run) -> None:
     folder, source = MADE[name](tmp_path / "there"), pictures(tmp_path / "rows.parquet")
     sampling = {"steps": STEPS, "shift": 3.0 if name == "schnell" else "tokens"}
     settings = merged(initial(name, folder, source), {"monolith": True, "sampling": sampling})
     campaign = partitioned(tmp_path / "c", settings)
     train_run(campaign, "monolith")
     argv = ["export", tmp_path / "c", "--model", "monolith", "--to", tmp_path / "out"]
-    refused(command(capsys, *argv, "--encoders", "name"), "--encoders copy")
-    answer = command(capsys, *argv, "--encoders", "copy")
+    refused(run(*argv, "--encoders", "name"), "--encoders copy")
+    answer = run(*argv, "--encoders", "copy")
     assert answer.code == 0 and (tmp_path / "out/picture.png").is_file(), answer
     encoders = [path.name for path in sorted((tmp_path / "out").glob("text_encoder*"))]
     assert encoders == [path.name for path in sorted(folder.glob("text_encoder*"))]
@@ -336,19 +330,16 @@ def test_an_export_is_the_pipeline_with_all_of_its_encoders(
     content = json.loads(card.read_text())
     content["text"]["max_length"] = 76
     card.write_text(json.dumps(content))
-    refused(command(capsys, *argv, "--encoders", "copy"), "reads 77 to 512 tokens, and this model 76")
+    refused(run(*argv, "--encoders", "copy"), "reads 77 to 512 tokens, and this model 76")
 
 
 @pytest.mark.parametrize("name", ["sd3", "dev"])
 def test_an_exported_ensemble_holds_all_encoders(
-    name: str,
-    adopted: Callable[[str], tuple[Path, Model]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, adopted: Callable[[str], tuple[Path, Model]], tmp_path: Path, run: Run
 ) -> None:
     folder, model = adopted(name)
     argv = ["export", folder.parent / "c", "--to", tmp_path / "out", "--encoders", "copy", "--no-picture"]
-    assert command(capsys, *argv).code == 0
+    assert run(*argv).code == 0
     pipe = AtollPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
     how = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
@@ -373,17 +364,14 @@ def test_an_exported_ensemble_holds_all_encoders(
 
 
 def test_encoders_that_stay_outside_are_loaded_beside_those_in_the_folder(
-    adopted: Callable[[str], tuple[Path, Model]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    adopted: Callable[[str], tuple[Path, Model]], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of FLUX.1: CLIP is small and copied, T5 is not."""
     folder, model = adopted("dev")
     small = {"text_encoder": "MIT"}
     monkeypatch.setattr("atoll.export.encoders.licence_of", lambda name: small.get(Path(name).name))
     argv = ["export", folder.parent / "c", "--to", tmp_path / "out", "--no-picture"]
-    assert command(capsys, *argv).code == 0
+    assert run(*argv).code == 0
     assert [path.name for path in (tmp_path / "out").glob("text_encoder*")] == ["text_encoder"]
     allowed = Campaign.open(folder.parent / "c").config.encoders
     with pytest.raises(ConfigError, match="does not know"):
@@ -432,11 +420,11 @@ def test_a_card_whose_encoders_do_not_agree_is_refused(adopted: Callable[[str], 
     "arguments", [{"num_layers": "x"}, {"axes_dims_rope": [4, 4, 4]}, {"num_layers": None}]
 )
 def test_arguments_that_make_no_network_are_one_line(
-    arguments: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: dict[str, Any], tmp_path: Path, run: Run
 ) -> None:
     network = {"family": "flux", "patch": 2, "arguments": arguments}
     folder = write_campaign(tmp_path / "c", {"condition": "text", "network": network})
-    refused(command(capsys, "plan", folder), "network.arguments make no FluxTransformer2DModel that computes")
+    refused(run("plan", folder), "network.arguments make no FluxTransformer2DModel that computes")
 
 
 def test_guidance_is_an_input_of_a_network_that_is_trained_from_scratch(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from atoll.campaign.prepare import prepare
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.flow.settings import TimeConfig
 from atoll.recipes import catalogue
-from helpers import SMALL, command, merged, refused, write_campaign
+from helpers import SMALL, Run, merged, refused, write_campaign
 
 FURTHER = ["high-resolution"]
 """Recipes by which a finished campaign goes on: tests/campaign/test_origin.py."""
@@ -116,10 +116,8 @@ def test_set_in_all_its_forms(tmp_path: Path) -> None:
     assert tree == {"student": {"steps": 4}}
 
 
-def test_all_settings_are_printed_with_what_they_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    defaults = command(capsys, "config").out
+def test_all_settings_are_printed_with_what_they_mean(tmp_path: Path, run: Run) -> None:
+    defaults = run("config").out
     parsed = CampaignConfig.parse(read_yaml(defaults, "config"), "config")
     assert parsed.frozen() == CampaignConfig.parse({"data": {"path": "data"}}, "here").frozen()
     lines = defaults.splitlines()
@@ -131,8 +129,8 @@ def test_all_settings_are_printed_with_what_they_mean(
         assert any(shown.startswith(line) for shown in lines), line
     assert [line for line in lines if "  # " not in line] == []  # every key is explained
     folder = write_campaign(tmp_path / "c", {"sampling": {"steps": 9}})
-    assert "\n  steps: 9  # Sampling steps" in command(capsys, "config", folder).out
-    refused(command(capsys, "config", tmp_path / "none"), "there is no folder")
+    assert "\n  steps: 9  # Sampling steps" in run("config", folder).out
+    refused(run("config", tmp_path / "none"), "there is no folder")
 
 
 def test_a_source_must_be_there_and_must_not_hold_the_campaign(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from atoll.campaign.publication import KEY, promote
 from atoll.store.log import Log
 from atoll.store.signatures import SIGNATURE, signer
 from atoll.store.store import Store
-from helpers import command, refused
+from helpers import Run, refused
 from keys import key_pair
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -44,40 +42,40 @@ def sign_all(campaign: Path, key: Path) -> None:
 
 
 def test_only_what_a_trusted_key_signed_is_assembled(
-    campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
+    campaign: Path, key: Path, public: str, tmp_path: Path, run: Run
 ) -> None:
-    assert "Nothing that is published is signed." in command(capsys, "status", campaign).out
-    refused(command(capsys, "assemble", campaign, "--trusted", public), "expert is unsigned (no model.sig)")
+    assert "Nothing that is published is signed." in run("status", campaign).out
+    refused(run("assemble", campaign, "--trusted", public), "expert is unsigned (no model.sig)")
     for name, keys in (("ensemble", []), ("monolith", []), ("monolith", [public])):
         with pytest.raises(StoreError, match="expert is unsigned"):
             load(campaign, name, trusted=keys)
     sign_all(campaign, key)
     name = signer(Store.open(campaign), "islands/0/expert")
-    assert f"Signed by {name}, unchecked: expert 0" in command(capsys, "status", campaign).out
-    assert command(capsys, "assemble", campaign, "--trusted", public).code == 0
+    assert f"Signed by {name}, unchecked: expert 0" in run("status", campaign).out
+    assert run("assemble", campaign, "--trusted", public).code == 0
     assert load(campaign, "monolith", trusted=[public]).card.role == "monolith"
     assert f"| experts/0 | `{name}` |" in (campaign / "ensemble/README.md").read_text()
 
     _, other = key_pair(tmp_path / "other")
-    refused(command(capsys, "assemble", campaign, "--trusted", other), f"{name}, which is not trusted")
-    refused(command(capsys, "assemble", campaign, "--trusted", "mine"), "cannot read mine")
+    refused(run("assemble", campaign, "--trusted", other), f"{name}, which is not trusted")
+    refused(run("assemble", campaign, "--trusted", "mine"), "cannot read mine")
     settings = campaign / "campaign.yaml"
     settings.write_text(f"{settings.read_text()}\ntrusted: [{json.dumps(Path(public).read_text())}]\n")
-    assert f"Signed by {name}: expert 0" in command(capsys, "status", campaign).out
+    assert f"Signed by {name}: expert 0" in run("status", campaign).out
     card = campaign / "islands/1/expert/card.json"
     card.write_text(card.read_text() + " ")
     shutil.rmtree(campaign / "islands/1/run")
-    refused(command(capsys, "assemble", campaign, "--trusted", public), "not what its signature says")
-    assert "Signed by nobody" in command(capsys, "status", campaign).out
+    refused(run("assemble", campaign, "--trusted", public), "not what its signature says")
+    assert "Signed by nobody" in run("status", campaign).out
 
 
 def test_an_island_signs_what_it_publishes(
-    campaign: Path, key: Path, public: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    campaign: Path, key: Path, public: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setenv(KEY, str(key))
     store = Store.open(campaign / "islands/0")
     promote(store, Log(store.sub("run"), ""))
-    said = command(capsys, "status", campaign).out
+    said = run("status", campaign).out
     name = signer(store, "expert")
     assert f"Signed by {name}, unchecked: expert 0." in said and "Unsigned: expert 1, router" in said
     other = Store.open(campaign / "islands/1")
@@ -88,31 +86,31 @@ def test_an_island_signs_what_it_publishes(
     monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
     shutil.rmtree(campaign / "islands/1/expert")
     shutil.rmtree(campaign / "islands/1/run")
-    refused(command(capsys, "train", "expert", campaign, "--expert", "1"), "campaign.json is no private key")
+    refused(run("train", "expert", campaign, "--expert", "1"), "campaign.json is no private key")
     assert not (campaign / "islands/1/run/log").exists()
 
 
 def test_what_samples_asks_for_the_keys_that_the_campaign_trusts(
-    campaign: Path, key: Path, public: str, capsys: Capture
+    campaign: Path, key: Path, public: str, run: Run
 ) -> None:
     sign_all(campaign, key)
     settings = campaign / "campaign.yaml"
     settings.write_text(f"{settings.read_text()}\ntrusted: ['{public}']\n")
-    assert command(capsys, "assemble", campaign).code == 0
+    assert run("assemble", campaign).code == 0
     draw = "sample", campaign, "house", "--steps", "1", "--out", campaign / "x.png"
-    assert command(capsys, *draw).code == 0
+    assert run(*draw).code == 0
     # Whoever can write there puts another's expert into it, and makes all hashes agree.
     (campaign / "ensemble/experts/0/model.sig").unlink()
-    refused(command(capsys, *draw), "ensemble/experts/0 is unsigned")
-    refused(command(capsys, "evaluate", campaign, "--samples", "2"), "is unsigned")
+    refused(run(*draw), "ensemble/experts/0 is unsigned")
+    refused(run("evaluate", campaign, "--samples", "2"), "is unsigned")
 
 
 def test_an_export_is_signed_and_its_signature_fits_no_other(
-    campaign: Path, key: Path, public: str, tmp_path: Path, capsys: Capture
+    campaign: Path, key: Path, public: str, tmp_path: Path, run: Run
 ) -> None:
     signed, plain = tmp_path / "signed", tmp_path / "plain"
-    assert command(capsys, "export", campaign, "--to", signed, "--no-picture", "--sign", key).code == 0
-    assert command(capsys, "export", campaign, "--to", plain, "--no-picture", "--experts", "0").code == 0
+    assert run("export", campaign, "--to", signed, "--no-picture", "--sign", key).code == 0
+    assert run("export", campaign, "--to", plain, "--no-picture", "--experts", "0").code == 0
     verifying.Config().use_elliptic_key_verifier(public_key=public).verify(signed, signed / SIGNATURE)
     AtollPipeline.from_pretrained(signed, trusted=[public])
     assert Model.load(signed, trusted=[public]).card.role == "router"
@@ -131,5 +129,5 @@ def test_an_export_is_signed_and_its_signature_fits_no_other(
             with pytest.raises(StoreError, match=f"{part} is missing"):
                 opened(signed, trusted=[public])
         (signed / part).write_bytes(content)
-    assert command(capsys, "export", campaign, "--to", signed, "--no-picture").code == 0
+    assert run("export", campaign, "--to", signed, "--no-picture").code == 0
     assert not (signed / SIGNATURE).exists(), "another export is not the one that was signed"

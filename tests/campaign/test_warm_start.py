@@ -28,8 +28,8 @@ from atoll.report.page import summary
 from atoll.train.run import train_run
 from atoll.train.tasks import DenoiserTask
 from helpers import (
+    Run,
     atoll,
-    command,
     entries,
     metrics,
     newest_checkpoint,
@@ -174,13 +174,13 @@ def test_an_expert_needs_its_own_folder_only(
     assert rates[-1] < 0.1 * max(rates)
 
 
-def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_seed(untouched: Path, tmp_path: Path, run: Run) -> None:
     """Only experts wait for it."""
     campaign = copied(untouched, tmp_path / "c")
     needs = {one.name: one.needs for one in plan_jobs(campaign)}
     seed = ("pretrain",)
     assert needs == {"pretrain": (), "expert 0": seed, "expert 1": seed, "router": (), "monolith": ()}
-    answer = command(capsys, "train", "expert", tmp_path / "c", "--expert", "1")
+    answer = run("train", "expert", tmp_path / "c", "--expert", "1")
     words = (
         "islands/1/init has no init.json",
         "run shared pretraining first: atoll train pretrain, then atoll",
@@ -193,13 +193,11 @@ def test_an_unfinished_seed(untouched: Path, tmp_path: Path, capsys: pytest.Capt
         copy_initial_weights(campaign)
 
 
-def test_a_campaign_without_a_seed_has_none_to_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_campaign_without_a_seed_has_none_to_train(tmp_path: Path, run: Run) -> None:
     campaign = partitioned(tmp_path / "c")
     assert not (tmp_path / "c/pretrain").exists()
     assert campaign.store.get_json("islands/0/island.json")["init"] == "scratch"
-    answer = command(capsys, "train", "pretrain", tmp_path / "c")
+    answer = run("train", "pretrain", tmp_path / "c")
     refused(answer, "has no shared pretraining (budget.pretrain is 0)", "--set budget.pretrain=0.3")
     assert summary(Facts(campaign.store)).to_json()["train_flops"]["pretrain"] == 0
 
@@ -264,7 +262,7 @@ def test_launch_hands_over_what_a_seed_left_behind(
     ],
 )
 def test_weights_of_another_run_are_refused(
-    fields: dict[str, Any], words: str, seeded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fields: dict[str, Any], words: str, seeded: Path, tmp_path: Path, run: Run
 ) -> None:
     copied(seeded, tmp_path / "c")
     change(tmp_path / "c/islands/0/init/init.json", **fields)
@@ -272,7 +270,7 @@ def test_weights_of_another_run_are_refused(
         path = tmp_path / "c/islands/0" / INIT
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    refused(command(capsys, "train", "expert", tmp_path / "c", "--expert", "0"), words)
+    refused(run("train", "expert", tmp_path / "c", "--expert", "0"), words)
     assert fields == {} or not (tmp_path / "c/islands/0/run").exists()
 
 
@@ -400,20 +398,20 @@ def test_copies_of_the_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_checkpoint_is_refused_before_any_work(
-    init: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    init: str, words: tuple[str, ...], tmp_path: Path, run: Run
 ) -> None:
     published_checkpoint(tmp_path / "c/pixart")
     change(tmp_path / "c/pixart/config.json", _class_name="PixArtTransformer2DModel")
     published_checkpoint(tmp_path / "c/wide", heads=3, head_width=12, patch=2)
     write_campaign(tmp_path / "c", {"network": {"init": init}})
-    refused(command(capsys, "launch", tmp_path / "c"), *words)
+    refused(run("launch", tmp_path / "c"), *words)
     assert not (tmp_path / "c/partition/partition.json").exists()
     assert (tmp_path / "c/data").exists() == (init == "wide")  # the data say what shapes there are
 
 
 @pytest.mark.parametrize("family", ["dit", "sd3"])
 def test_a_checkpoint_of_other_positions_is_refused_but_for_a_scale_of_choice(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, run: Run
 ) -> None:
     shape, text = DataShape(1, 16, classes=2), {"text_encoder": str(text_tower(tmp_path / "text"))}
     settings: dict[str, Any] = {"network": {"init": "there"}}
@@ -425,15 +423,15 @@ def test_a_checkpoint_of_other_positions_is_refused_but_for_a_scale_of_choice(
     initial_network(config, shape, 0).save_pretrained(tmp_path / "c/there")  # type: ignore[operator]
     (tmp_path / "c/there/card.json").write_text('{"shape": {"pooled_width": 0}}')
     write_campaign(tmp_path / "c", settings)
-    assert command(capsys, "data", "prepare", tmp_path / "c").code == 0
+    assert run("data", "prepare", tmp_path / "c").code == 0
     words = {
         "dit": ("has positions up to 4 patches, the network up to 2: set network.interpolation_scale=0.5",),
         "sd3": ("has another table of positions (pos_embed.pos_embed)", "pos_embed_max_size"),
     }
-    refused(command(capsys, "partition", tmp_path / "c"), *words[family])
+    refused(run("partition", tmp_path / "c"), *words[family])
     settings["network"] |= {"interpolation_scale": 1}  # what was refused has frozen nothing
     write_campaign(tmp_path / "c", settings)
-    assert command(capsys, "partition", tmp_path / "c").code == 0
+    assert run("partition", tmp_path / "c").code == 0
 
 
 def test_a_folder_on_the_command_line_is_that_of_the_shell(
