@@ -28,8 +28,6 @@ from atoll.campaign.measured import Comparison
 from atoll.campaign.plan import make_plan
 from atoll.campaign.runs import experts_of
 from atoll.data.dataset import DataSet
-from atoll.data.partition import load
-from atoll.export.pipeline import AtollPipeline
 from atoll.measure.comparison import compare
 from atoll.model.generation import Residency
 from atoll.model.model import Model
@@ -47,7 +45,7 @@ from helpers import (
     write_campaign,
 )
 from helpers_data import aspects
-from helpers_export import LENGTH, small_vae, text_tower
+from helpers_export import LENGTH, load, small_vae, text_tower
 
 PICTURES = {(40, 40): 60, (60, 30): 40, (30, 60): 16}
 SETTINGS: dict[str, Any] = {
@@ -97,7 +95,7 @@ def opened(made: Path) -> Model:
 
 def test_a_cluster_counts_its_buckets(made: Path) -> None:
     campaign = Campaign.open(made)
-    dataset, partition = campaign.dataset(), load(campaign.store)
+    dataset, partition = campaign.clustered()
     assert dataset.buckets is not None and dataset.column("latents").meta.kind == "ragged"
     train = dataset.split("train")
     counts = Counter(
@@ -250,8 +248,7 @@ def test_a_family_of_squares_is_told_before_anything_is_written(run: Run, tmp_pa
 
 def test_one_size_seed_and_prompt_is_one_picture_everywhere(made: Path, run: Run, tmp_path: Path) -> None:
     """By command, Python and pipeline, as by the server above; no size that was not trained is drawn."""
-    pipe = AtollPipeline.from_pretrained(made / "ensemble", encoders=Campaign.open(made).config.encoders)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load(made / "ensemble", encoders=Campaign.open(made).config.encoders)
     model, prompt = opened(made), "one green bar"
     argv = ["sample", made, prompt, "--routing", "once", "--steps", "3", "--seed", "7", "--count", "1"]
 

@@ -17,7 +17,6 @@ from atoll.base.hashing import sha256
 from atoll.base.preemption import Interrupted
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Residency
@@ -35,6 +34,7 @@ from helpers import (
     same_bits,
     write_campaign,
 )
+from helpers_export import load
 
 LORA = {
     "budget": {"samples": 640, "pretrain": 0.4},
@@ -157,17 +157,13 @@ def test_an_early_guide_lies_beside_the_network(tmp_path: Path) -> None:
     first = [p.tobytes() for p in Model.load(folder)([0, 1], seed=2)]
 
     # Saved, loaded and saved again: the network lies there once, and the images are the same.
-    pipe = AtollPipeline.from_pretrained(folder / "ensemble")
-    pipe.set_progress_bar_config(disable=True)
-    pipe.save_pretrained(tmp_path / "saved")
+    load(folder / "ensemble").save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / BASE).read_bytes() == pretrain
     shutil.move(tmp_path / "saved", tmp_path / "moved")
     again = Model.load(tmp_path / "moved")([0, 1], seed=2)
     assert [p.tobytes() for p in again] == first
     # In 16 bits it is another file, and cards say which.
-    AtollPipeline.from_pretrained(folder / "ensemble", torch_dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "short"
-    )
+    load(folder / "ensemble", torch_dtype=torch.bfloat16).save_pretrained(tmp_path / "short")
     short = Checkpoint(Store.open(tmp_path / "short"), "experts/0")
     assert short.card.base == sha256(tmp_path / "short" / BASE)
     assert {value.dtype for value in short.read()[1].values()} == {torch.bfloat16}

@@ -20,7 +20,6 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.campaign.adopt import adopt
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.export.pipeline import AtollPipeline
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, find
@@ -28,7 +27,7 @@ from atoll.model.model import Model
 from atoll.model.sampler import Sampler
 from atoll.train.run import train_run
 from helpers import Run, merged, partitioned, refused, write_campaign
-from helpers_export import text_tower
+from helpers_export import load, text_tower
 from published import MADE, SIZE, loaded, pictures
 
 NOISE, JOINT = ("dit", "pixart", "alpha", "sigma"), ("sd3", "dev", "schnell")
@@ -340,8 +339,7 @@ def test_an_exported_ensemble_holds_all_encoders(
     folder, model = adopted(name)
     argv = ["export", folder.parent / "c", "--to", tmp_path / "out", "--encoders", "copy", "--no-picture"]
     assert run(*argv).code == 0
-    pipe = AtollPipeline.from_pretrained(tmp_path / "out")
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load(tmp_path / "out")
     how = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
     drawn = pipe(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images
     opened = Model.load(tmp_path / "out")
@@ -358,8 +356,7 @@ def test_an_exported_ensemble_holds_all_encoders(
         )
         assert torch.equal(off, none)
     pipe.save_pretrained(tmp_path / "again")
-    again = AtollPipeline.from_pretrained(tmp_path / "again")
-    again.set_progress_bar_config(disable=True)
+    again = load(tmp_path / "again")
     assert torch.equal(again(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images, drawn)
 
 
@@ -375,9 +372,8 @@ def test_encoders_that_stay_outside_are_loaded_beside_those_in_the_folder(
     assert [path.name for path in (tmp_path / "out").glob("text_encoder*")] == ["text_encoder"]
     allowed = Campaign.open(folder.parent / "c").config.encoders
     with pytest.raises(ConfigError, match="does not know"):
-        AtollPipeline.from_pretrained(tmp_path / "out")
-    pipe = AtollPipeline.from_pretrained(tmp_path / "out", encoders=allowed)
-    pipe.set_progress_bar_config(disable=True)
+        load(tmp_path / "out")
+    pipe = load(tmp_path / "out", encoders=allowed)
     how = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
     drawn = pipe(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images
     generation = model.generation.with_(steps=STEPS, guidance=GUIDANCE, seed=7)
