@@ -205,7 +205,7 @@ def test_a_campaign_without_a_seed_has_none_to_train(tmp_path: Path, run: Run) -
 @pytest.mark.slow
 def test_a_killed_seed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """Killed in training and again before it has handed over: the islands get what they would have got."""
-    often = {"train": {"checkpoint_every_s": 0.0}, "budget": {"samples": 8000, "pretrain": 0.4}}
+    often = {"train": {"checkpoint_every_s": 0.0}, "budget": {"samples": 4000, "pretrain": 0.4}}
     partitioned(tmp_path / "a", often)
     train_run(copied(tmp_path / "a", tmp_path / "b"), "pretrain")
     process = start("train", "pretrain", tmp_path / "a")

@@ -34,8 +34,7 @@ TEXT = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = assembled(tmp_path_factory.mktemp("tail") / "c", TEXT)
-    if not (folder / "monolith" / "expert").exists():
-        train_run(Campaign.open(folder), "monolith")
+    train_run(Campaign.open(folder), "monolith")
     for argv in (["index", str(folder), "--least", "2"], ["audit", str(folder)]):
         cli.atoll.main(["concepts", *argv], standalone_mode=False)
     return folder
