@@ -9,35 +9,20 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.cli import main as cli
 from atoll.train.run import train_run
-from helpers import Answer, Run, atoll, partitioned, refused, start, write_campaign
+from helpers import Answer, Run, assembled, atoll, partitioned, refused, start, write_campaign
+
+CHANGES = {"budget": {"samples": 320}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is partitioned, not trained."""
-    folder = tmp_path_factory.mktemp("made") / "campaign"
-    partitioned(folder, {"budget": {"samples": 320}})
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A campaign that is assembled, with a monolith beside it."""
+    folder = assembled(tmp_path_factory.mktemp("trained") / "campaign", CHANGES)
+    train_run(Campaign.open(folder), "monolith")
     return folder
-
-
-@pytest.fixture(scope="module")
-def trained(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is assembled."""
-    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("trained") / "campaign"))
-    campaign = Campaign.open(folder)
-    for what in (("expert", 0), ("expert", 1), ("router",), ("monolith",)):
-        train_run(campaign, *what)  # type: ignore[arg-type]
-    assemble(campaign)
-    return folder
-
-
-@pytest.fixture
-def copy(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "campaign"))
 
 
 def state(folder: Path) -> dict[Path, bytes]:
@@ -319,8 +304,10 @@ def test_a_wrong_request_for_samples(run: Run, trained: Path, tmp_path: Path) ->
         (["--", "-1"], ["'-1' is no class label"]),
         (["1", "--guidance", "-1"], ["--guidance"]),
         (["1", "--guidance", "nan"], ["guidance"]),
+        (["1", "--guidance", "inf"], ["guidance"]),
         (["1", "--steps", "0"], ["--steps"]),
         (["1", "--count", "0"], ["--count"]),
+        (["1", "--routing", ""], ["no routing ''"]),
         (["1", "--routing", "onze"], ["no routing 'onze'", "did you mean 'once'?"]),
         (["1", "--routing", "top-3"], ["'top-3' with 2 experts"]),
         (["1", "--routing", "oracle"], ["'oracle' needs known clusters"]),
@@ -344,18 +331,8 @@ def test_samples_are_a_sheet_or_a_file_a_picture(run: Run, trained: Path, tmp_pa
     (tmp_path / "prompts.txt").write_text("0\n\n 1 \n")
     names = [f"a{ending}" for ending in (".png", ".jpg", ".webp")]
     outs = [part for name in (*names, "made/single/") for part in ("--out", f"{tmp_path}/{name}")]
-    argv = [
-        "sample",
-        trained,
-        "--prompts",
-        tmp_path / "prompts.txt",
-        "--count",
-        "2",
-        "--device",
-        "cpu",
-        *outs,
-    ]
-    assert run(*argv, "--steps", "2").code == 0
+    argv = ["sample", trained, "--prompts", tmp_path / "prompts.txt", "--count", "2", "--device", "cpu"]
+    assert run(*argv, *outs, "--steps", "2").code == 0
 
     def opened(path: Path) -> tuple[str | None, tuple[int, int]]:
         with Image.open(path) as picture:
@@ -366,15 +343,9 @@ def test_samples_are_a_sheet_or_a_file_a_picture(run: Run, trained: Path, tmp_pa
     assert [path.name for path in single] == ["0000-0.png", "0001-0.png", "0002-1.png", "0003-1.png"]
     assert {opened(path) for path in single} == {("PNG", (8, 8))}
     assert min(opened(tmp_path / "a.png")[1]) > 2 * 128  # small pictures are magnified
-    again = [
-        "--set",
-        "sampling.steps=2",
-        "--set",
-        "sampling.residency.experts=1",
-        "--out",
-        tmp_path / "b.png",
-    ]
-    assert run("sample", trained, "0", "1", "--count", "2", *again).code == 0
+    sets = ["--set", "sampling.steps=2", "--set", "sampling.residency.experts=1"]
+    again = run("sample", trained, "0", "1", "--count", "2", *sets, "--out", tmp_path / "b.png")
+    assert again.code == 0
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
 
 

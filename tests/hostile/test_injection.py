@@ -15,7 +15,6 @@ from atoll.model.model_card import model_card
 from atoll.networks.settings import DataShape
 from atoll.store.log import Log
 from atoll.store.store import Store
-from helpers import command, refused
 from helpers_export import card
 from hostile.arena import Arena
 
@@ -91,11 +90,10 @@ def test_nothing_is_written_by_way_of_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere/file").read_text() == "kept"
 
 
-def test_a_dead_end_says_the_way_out(tmp_path: Path, whole: Path, capsys: Capture) -> None:
+def test_a_dead_end_says_the_way_out(tmp_path: Path) -> None:
     log = Log(Store.open(tmp_path, create=True), "a")
     for _ in range(2):
         log.append("resume")
     (tmp_path / "log/000000.json").unlink()
     with pytest.raises(StoreError, match=f"put it back, or remove {tmp_path} to start the run anew"):
         Log(Store.open(tmp_path), "b")
-    refused(command(capsys, "sample", whole, "house", "--routing", ""), "routing")
