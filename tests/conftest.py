@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from atoll.base.console import show_messages
-from nursery import replace_popen
+from nursery import Nursery, replace_popen
 from s3 import S3, serve
 
 torch.set_num_threads(1)
@@ -82,6 +82,13 @@ def s3() -> Iterator[S3]:
     """An S3 endpoint that lets everybody in."""
     with serve() as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Forks commands, and ends those that are left."""
+    with Nursery(tmp_path_factory.mktemp("said")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

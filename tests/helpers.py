@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,13 @@ def start(*argv: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
     )
 
 
+@dataclass(frozen=True)
 class Answer:
     """What a command said and how it ended."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def __repr__(self) -> str:
-        return f"Answer({self.code}, out={self.out!r}, err={self.err!r})"
+    code: int
+    out: str
+    err: str
 
 
 Run = Callable[..., Answer]
@@ -188,14 +188,13 @@ STATE = ("weights.safetensors", "ema.safetensors", "optimizer.safetensors")
 WEIGHTS = "expert/diffusion_pytorch_model.safetensors"
 
 
-def bits(run: Path, files: Sequence[str] = STATE) -> dict[str, bytes]:
+def bits(run: Path) -> dict[str, bytes]:
     """Everything that a finished run computed, as bytes."""
     folder = newest_checkpoint(run)
-    found = {name: (folder / name).read_bytes() for name in files}
+    found = {name: (folder / name).read_bytes() for name in STATE}
     return {**found, "published": (run / WEIGHTS).read_bytes()}
 
 
 def same_bits(one: Path, other: Path) -> bool:
     """Whether two finished runs computed the same."""
-    first, second = bits(one), bits(other)
-    return {name for name in first if first[name] != second[name]} == set()
+    return bits(one) == bits(other)

@@ -1,5 +1,6 @@
 """Pipelines of real networks at tiny size, with cards that are true, and tiny encoders."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ WORDS = ["<pad>", "</s>", "<s>", "<unk>", "a", "red", "green", "square", "bar", 
 LENGTH = 8
 
 
-def save_tokenizer(folder: Path, start: bool) -> None:
-    """A tokenizer of eleven words that ends (and starts) a text as T5's (and CLIP's) does."""
-    words = {word: number for number, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+def save_tokenizer(folder: Path, start: bool, words: Sequence[str] = WORDS) -> None:
+    """A tokenizer of a few words that ends (and starts) a text as T5's (and CLIP's) does."""
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>" if start else "$A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = ["<pad>", "</s>", "<s>", "<unk>", "a", "red", "house", "square"]
 
@@ -34,14 +33,9 @@ def save_clip(folder: Path, tokenizer: bool = True) -> Path:
     )
     transformers.CLIPModel(config).save_pretrained(folder)
     if tokenizer:
-        made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 1)]
-        )
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", bos_token="<s>"
-        ).save_pretrained(folder)
+        from helpers_export import save_tokenizer  # it imports the package
+
+        save_tokenizer(folder, start=True, words=WORDS)
     return folder
 
 

@@ -27,12 +27,10 @@ def test_it_says_and_returns_the_same(argv: tuple[str, ...], tmp_path: Path) -> 
     assert (ended(Fresh, tmp_path, *argv), sorted(os.listdir(tmp_path))) == (forked, left)
 
 
-def test_signals_reach_it_and_what_it_starts_is_forked_too(tmp_path: Path) -> None:
+def test_signals_reach_it_and_what_it_starts_is_forked_too(nursery: Nursery, tmp_path: Path) -> None:
     write_campaign(tmp_path / "c", {"budget": {"samples": 64}})
     done = atoll("launch", tmp_path / "c")
     assert done.returncode == 0 and "runs finished" in done.stdout, done.stderr
-    with Nursery(tmp_path / "said") as nursery:
-        child = nursery.start("status", tmp_path / "c", "--watch")
-        assert child.running() and child.ended(0.0) is None
-        child.send(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL and child.code == -signal.SIGKILL
+    child = nursery.start("status", tmp_path / "c", "--watch")
+    assert child.running() and child.code is None
+    assert child.kill() and child.code == -signal.SIGKILL

@@ -1,10 +1,9 @@
-"""One process that forks, one campaign that is partitioned, and the same one trained in peace."""
+"""One campaign that is partitioned, and the same one trained in peace."""
 
 import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ import pytest
 from chaos.campaigns import CHANGES, ISLANDS
 from helpers import environment, partitioned
 from nursery import Fresh, Nursery
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("said")) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -25,10 +25,10 @@ def cut(path: Path, chance: random.Random) -> None:
     path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
 
 
-def killed_after_a_commit(nursery: Nursery, folder: Path, number: int, commits: int = 2) -> str:
-    """Train until some commits are there, then die; what it said."""
+def killed_after_two_commits(nursery: Nursery, folder: Path, number: int) -> str:
+    """What a training said that died then."""
     run, child = island(folder, number), nursery.train(folder, number, faults=SLOWLY)
-    wanted = len(kinds(run, "commit")) + commits
+    wanted = len(kinds(run, "commit")) + 2
     until(lambda: len(kinds(run, "commit")) >= wanted, child)
     assert child.kill()
     return child.said()
@@ -36,11 +36,11 @@ def killed_after_a_commit(nursery: Nursery, folder: Path, number: int, commits: 
 
 def test_every_file_of_a_checkpoint(nursery: Nursery, copy: Path, reference: Path) -> None:
     run, chance = island(copy, 0), random.Random(11)
-    killed_after_a_commit(nursery, copy, 0)
+    killed_after_two_commits(nursery, copy, 0)
     for number, part in enumerate(PARTS):
         newest = newest_checkpoint(run)
         (flip, cut)[number % 2](newest / part, chance)
-        said = killed_after_a_commit(nursery, copy, 0)
+        said = killed_after_two_commits(nursery, copy, 0)
         assert (
             "checkpoint set aside: " in said
             and f"checkpoints/{newest.name}/{part}" in said
@@ -54,7 +54,7 @@ def test_every_file_of_a_checkpoint(nursery: Nursery, copy: Path, reference: Pat
 def test_all_checkpoints_at_once(nursery: Nursery, copy: Path, reference: Path) -> None:
     """Nothing whole is left: it begins anew, and comes to the same."""
     run, chance = island(copy, 1), random.Random(12)
-    killed_after_a_commit(nursery, copy, 1)
+    killed_after_two_commits(nursery, copy, 1)
     for path in (run / "run/checkpoints").rglob("*.safetensors"):
         cut(path, chance)
     said = train_to_the_end(nursery, copy, 1).said()
@@ -65,13 +65,13 @@ def test_all_checkpoints_at_once(nursery: Nursery, copy: Path, reference: Path) 
 def test_entries_of_the_log(nursery: Nursery, copy: Path, reference: Path) -> None:
     """Of each kind one: an entry that cannot be read says nothing, and nobody's rights are lost by it."""
     run, chance = island(copy, 2), random.Random(13)
-    killed_after_a_commit(nursery, copy, 2)
-    killed_after_a_commit(nursery, copy, 2)
+    killed_after_two_commits(nursery, copy, 2)
+    killed_after_two_commits(nursery, copy, 2)
     for kind in ("acquire", "commit", "resume"):
         entries = sorted((run / "run/log").glob("*.json"))
         path = [path for path in entries if f'"kind": "{kind}"' in path.read_text()][-1]
         (flip if chance.random() < 0.5 else cut)(path, chance)
-        said = killed_after_a_commit(nursery, copy, 2)
+        said = killed_after_two_commits(nursery, copy, 2)
         assert f"warning: log/{path.name} is damaged" in said
     train_to_the_end(nursery, copy, 2)
     check_as_if_undisturbed(run, island(reference, 2))
@@ -80,7 +80,7 @@ def test_entries_of_the_log(nursery: Nursery, copy: Path, reference: Path) -> No
 def test_a_shard_of_the_data(nursery: Nursery, copy: Path, reference: Path) -> None:
     """Refused in one line before the first step; put back, the run goes on where it was."""
     run, chance = island(copy, 0), random.Random(14)
-    killed_after_a_commit(nursery, copy, 0)
+    killed_after_two_commits(nursery, copy, 0)
     before = {path: path.read_bytes() for path in (run / "run").rglob("*") if path.is_file()}
     shards = sorted((run / "data").rglob("*.safetensors")) + sorted((run / "data/rows").glob("*.parquet"))
     assert len(shards) > 2

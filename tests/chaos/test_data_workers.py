@@ -6,7 +6,6 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,8 @@ class Making:
 
 
 @pytest.fixture(scope="module")
-def making(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Making]:
-    with Nursery(tmp_path_factory.mktemp("said")) as processes:
-        yield Making(tmp_path_factory.mktemp("making"), processes)
+def making(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Making:
+    return Making(tmp_path_factory.mktemp("making"), nursery)
 
 
 @pytest.mark.parametrize(

@@ -152,11 +152,6 @@ def alone(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, lines
 
 
-@pytest.fixture
-def copy(untouched: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
-
-
 def furthest(one: Path, other: Path, file: str) -> float:
     """Largest difference of any number in a file of the last checkpoints."""
     first, second = (load_file(newest_checkpoint(run) / file) for run in (one, other))

@@ -52,7 +52,6 @@ def test_three_islands_under_thirty_kills(
             for path in chance.choices(sorted((run / "run").rglob("*.json")), k=3):
                 when = time.time() - chance.uniform(0, 400) * DAY
                 os.utime(path, (when, when))
-    assert sum(kills.values()) >= 30
     for number in ISLANDS:
         train_to_the_end(nursery, copy, number)
         check_as_if_undisturbed(island(copy, number), island(reference, number))
@@ -74,34 +73,25 @@ POINTS = [
     (r"expert/.*\.safetensors", "torn"),
     (r"expert/card\.json", "before"),
     (r"expert/card\.json", "after"),
+    (r"run/export/.*", "removing"),  # all is done then, but for tidying up
+    (r"run/export/.*", "removed"),
 ]
 """Changes of the store at which a process dies, in the order in which a run comes to them."""
 
 
 def test_killed_at_every_kind_of_write(nursery: Nursery, copy: Path, reference: Path) -> None:
-    run, kills = island(copy, 0), 0
+    run = island(copy, 0)
     for pattern, how in POINTS:
         child = nursery.train(copy, 0, faults={"die": [pattern, how]})
         assert child.wait() == -signal.SIGKILL, (pattern, how, child.said())
-        kills += 1
-    assert kills == len(POINTS) == 15 and finished(run)
+    assert finished(run) and files(run / "run/export")
     assert "finished already" in train_to_the_end(nursery, copy, 0).said()
     check_as_if_undisturbed(run, island(reference, 0))
 
 
-def test_killed_while_the_export_is_removed(nursery: Nursery, copy: Path, reference: Path) -> None:
-    """All is done then, but for tidying up: the same command sees to that."""
-    for how in ("removing", "removed"):
-        child = nursery.train(copy, 1, faults={"die": [r"run/export/.*", how]})
-        assert child.wait() == -signal.SIGKILL, child.said()
-        assert finished(island(copy, 1)) and files(island(copy, 1) / "run/export")
-    assert "finished already" in train_to_the_end(nursery, copy, 1).said()
-    check_as_if_undisturbed(island(copy, 1), island(reference, 1))
-
-
 def test_of_islands_started_twice_one_trains(nursery: Nursery, copy: Path, reference: Path) -> None:
     """Both at once, over and over; each loser says who holds the run and leaves."""
-    run, held = island(copy, 2), 0
+    run = island(copy, 2)
     for _ in range(2):
         argv = ("train", "expert", copy, "--expert", "2")
         both = [nursery.start(*argv, faults=SLOWLY) for _ in range(2)]
@@ -109,9 +99,7 @@ def test_of_islands_started_twice_one_trains(nursery: Nursery, copy: Path, refer
         one, other = both if holds(run, both[0].pid) else both[::-1]
         assert other.wait() == HELD
         assert f"-{one.pid}-" in other.errors()[0] and " holds this run; " in other.errors()[0]
-        held += 1
         one.kill()
-    assert held == 2
     train_to_the_end(nursery, copy, 2)
     check_as_if_undisturbed(run, island(reference, 2))
 
@@ -138,7 +126,7 @@ def test_a_holder_that_hangs_is_overtaken_and_publishes_nothing(
 
 def test_holders_that_think_each_other_dead(nursery: Nursery, copy: Path, reference: Path) -> None:
     """The store's clock jumps, so that living holders look silent: several train at once, one counts."""
-    run, chance, fenced = island(copy, 1), random.Random(3), 0
+    run, chance = island(copy, 1), random.Random(3)
     for round_ in range(2):
         rivals = []
         for n in range(3):
@@ -153,8 +141,6 @@ def test_holders_that_think_each_other_dead(nursery: Nursery, copy: Path, refere
             time.sleep(chance.uniform(0, 0.1))
         for child in rivals[:-1]:
             assert child.wait() == 2 and "this run was taken over by " in child.errors()[0]
-            fenced += 1
         rivals[-1].kill()
-    assert fenced == 4
     train_to_the_end(nursery, copy, 1)
     check_as_if_undisturbed(run, island(reference, 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island, kinds
+from chaos.campaigns import SLOWLY, check_as_if_undisturbed, holds, island, kinds
 from chaos.test_kills import train_to_the_end
 from helpers import entries
 from nursery import Nursery, until
@@ -56,7 +56,7 @@ def test_a_storm_of_signals(nursery: Nursery, copy: Path, reference: Path) -> No
     run = island(copy, 1)
     for _ in range(3):
         child = nursery.train(copy, 1, faults=SLOWLY)
-        until(lambda child=child: any(e["process"]["pid"] == child.pid for e in kinds(run, "acquire")), child)
+        until(lambda child=child: holds(run, child.pid), child)
         deadline = time.monotonic() + BOUND
         while child.running() and time.monotonic() < deadline:
             child.send(signal.SIGTERM)

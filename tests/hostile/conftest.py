@@ -1,6 +1,5 @@
-"""One finished campaign with its export, a folder of pictures, and the process that forks."""
+"""One finished campaign with its export, and a folder of pictures."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,6 @@ from PIL import Image
 
 from hostile.arena import Arena
 from nursery import Nursery
-
-
-@pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("said")) as process:
-        yield process
 
 
 @pytest.fixture(scope="session")
