@@ -253,10 +253,7 @@ class Nursery:
                 child.kill()
 
     def start(
-        self,
-        *argv: str | Path,
-        faults: Faults | None = None,
-        env: Mapping[str, str] | None = None,
+        self, *argv: str | Path, faults: Faults | None = None, env: Mapping[str, str] | None = None
     ) -> Child:
         """Start the command as a process of its own."""
         self.count += 1
@@ -373,9 +370,8 @@ def _command(request: Mapping[str, Any], streams: list[int]) -> None:
         os.setsid()
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
-    os.closerange(
-        3, 1024
-    )  # those of other processes: one that stays open would hide the end of its reader's data
+    # Those of other processes: one that stays open would hide the end of its reader's data.
+    os.closerange(3, 1024)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

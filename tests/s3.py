@@ -126,17 +126,24 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def proxied(handler: type[Proxy]) -> Iterator[S3]:
-    """The endpoint behind a proxy."""
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL at which a handler answers, on the loopback interface."""
     server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield S3(f"http://127.0.0.1:{server.server_address[1]}", {})
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def proxied(handler: type[Proxy]) -> Iterator[S3]:
+    """The endpoint behind a proxy."""
+    with listening(handler) as url:
+        yield S3(url, {})
 
 
 @contextmanager
