@@ -1,6 +1,7 @@
 """What scheduler_config.json says a network was trained on."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -45,12 +46,20 @@ def test_what_a_file_leaves_out_is_as_in_diffusers() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"prediction_type": "v_prediction"}, "prediction_type 'v_prediction' is not converted"),
+        (
+            {"prediction_type": "v_prediction"},
+            "'v_prediction' is not converted: say it with --prediction and --schedule",
+        ),
         ({"beta_schedule": "sigmoid"}, "beta_schedule 'sigmoid' is not converted"),
         ({"trained_betas": [0.1, 0.2]}, "trained_betas is not converted"),
         ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr is not converted"),
+        ({"prediction_type": ["epsilon"]}, "is not converted"),
+        ({"beta_schedule": {}}, "beta_schedule {} is not converted"),
+        ({"num_train_timesteps": "many"}, r"'ddpm-linear\(many, 0.0001, 0.02\)' is no schedule"),
+        ({"num_train_timesteps": math.inf}, "is no schedule"),
+        ({"beta_start": [1]}, "is no schedule"),
     ],
 )
-def test_kinds_that_are_not_converted_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{words}: say it with --prediction and --schedule"):
+def test_what_is_not_converted_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         trained_on(settings)

@@ -104,6 +104,9 @@ def test_a_name_with_numbers_leads_back(name: str) -> None:
         ("ddpm-linear(1000, 0.0, 0.02)", r"use 2 levels or more and betas in \(0, 1\)"),
         ("ddpm-linear(1, 0.1, 0.2)", "use 2 levels or more"),
         ("ddpm-linear(-5, 0.1, 0.2)", "is no schedule"),
+        ("ddpm-cosine(1000.7)", "is no schedule"),
+        ("ddpm-cosine(inf)", "is no schedule"),
+        ("ddpm-cosine(4000000000)", "is no schedule"),  # nor is memory taken for it
         ("ddpm-liner(1000, 0.1, 0.2)", "did you mean 'ddpm-linear'"),
     ],
 )

@@ -15,7 +15,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition, Denoiser
-from atoll.base.errors import ConfigError
+from atoll.base.errors import AtollError, ConfigError
 from atoll.model.card import Card, check_place, check_together
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert, StoredExpert
@@ -180,7 +180,7 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             self._forget()
             try:
                 self.resident()
-            except ConfigError:  # a budget that does not hold it; nothing has changed then
+            except AtollError:  # a budget that does not hold it, or weights that fit no network
                 self.stored = before
                 raise
         self.cards[place] = card

@@ -70,7 +70,9 @@ def low_rank(expert: Checkpoint, rank: int) -> tuple[dict[str, Tensor], float, f
             # A layer narrower than the rank is filled up: peft wants one rank for all.
             tensors[f"{layer}.{DOWN}.weight"] = nn.functional.pad(down, (0, 0, 0, lacking)).cpu()
             tensors[f"{layer}.{UP}.weight"] = nn.functional.pad(up, (0, lacking)).cpu()
-    kept, outside = ((part / (total or 1.0)) ** 0.5 for part in (kept, outside))
+    if not tensors:
+        raise ConfigError(f"{card.title} has no linear layer that changed", "train it, or leave it out")
+    kept, outside = ((part / total) ** 0.5 for part in (kept, outside))
     return {name: value.contiguous() for name, value in tensors.items()}, kept, outside
 
 
@@ -89,8 +91,9 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
         parts[number].check_trusted(keys)
     if len({parts[number].card.provenance.get("initial_weights") for number in chosen}) > 1:
         raise ConfigError("the experts started from several networks", "name one of them: --experts")
-    for number in chosen:
-        card, (matrices, kept, outside) = parts[number].card, low_rank(parts[number], rank)
+    changes = [low_rank(parts[number], rank) for number in chosen]  # all, before anything is written
+    for number, (matrices, kept, outside) in zip(chosen, changes, strict=True):
+        card = parts[number].card
         kind, folder = family(card.family).network_class(), root / f"expert-{number}"
         folder.mkdir(parents=True)
         prefix, file = "transformer.", "pytorch_lora_weights.safetensors"

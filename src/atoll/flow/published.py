@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.base.errors import ConfigError
-from atoll.flow.schedule import DDPMCosine, DDPMLinear, DDPMScaledLinear, Schedule, schedule_name
+from atoll.flow.schedule import schedule, schedule_name
 from atoll.flow.settings import Prediction
 
 _PREDICTIONS: dict[str, Prediction] = {"epsilon": "eps", "sample": "x0"}
+_NOISES = {"linear": "ddpm-linear", "scaled_linear": "ddpm-scaled-linear", "squaredcos_cap_v2": "ddpm-cosine"}
 _FIX = "say it with --prediction and --schedule if you know better"
 
 
@@ -22,20 +23,14 @@ def trained_on(settings: Mapping[str, Any]) -> tuple[Prediction, str]:
     flow = str(config.get("_class_name", "")).startswith("FlowMatch") or config.get("use_flow_sigmas")
     if flow or learned == "flow_prediction":
         return "v", "rectified-flow"
-    if learned not in _PREDICTIONS:
+    if str(learned) not in _PREDICTIONS:
         raise ConfigError(f"prediction_type {learned!r} is not converted", _FIX)
     for key in ("trained_betas", "rescale_betas_zero_snr"):
         if config.get(key):
             raise ConfigError(f"a schedule with {key} is not converted", _FIX)
-    steps, kind = int(config.get("num_train_timesteps", 1000)), config.get("beta_schedule", "linear")
-    ends = float(config.get("beta_start", 1e-4)), float(config.get("beta_end", 0.02))
-    noise: Schedule
-    if kind == "linear":
-        noise = DDPMLinear(steps, *ends)
-    elif kind == "scaled_linear":
-        noise = DDPMScaledLinear(steps, *ends)
-    elif kind == "squaredcos_cap_v2":
-        noise = DDPMCosine(steps)
-    else:
+    levels, kind = config.get("num_train_timesteps", 1000), config.get("beta_schedule", "linear")
+    if str(kind) not in _NOISES:
         raise ConfigError(f"beta_schedule {kind!r} is not converted", _FIX)
-    return _PREDICTIONS[learned], schedule_name(noise)
+    numbers = f"{levels}, {config.get('beta_start', 1e-4)}, {config.get('beta_end', 0.02)}"
+    noise = f"{_NOISES[kind]}({levels if kind == 'squaredcos_cap_v2' else numbers})"
+    return _PREDICTIONS[learned], schedule_name(schedule(noise))

@@ -224,6 +224,9 @@ _SCHEDULES: dict[str, Schedule] = {
 }
 
 
+MOST_LEVELS = 1_000_000
+
+
 @lru_cache(maxsize=64)
 def schedule(name: str) -> Schedule:
     """The schedule of this name, such as "vp-cosine", "ddpm-linear" or "ddpm-linear(1000, 0.0001, 0.02)".
@@ -240,6 +243,8 @@ def schedule(name: str) -> Schedule:
     try:
         given = [float(part) for part in numbers.removesuffix(")").split(",")]
         values = dict(zip(names, given, strict=True))
+        if values["steps"] > MOST_LEVELS or values["steps"] % 1:  # infinity and NaN have a remainder too
+            raise ValueError
         discrete = replace(plain, **{**values, "steps": int(values["steps"])})
         assert isinstance(discrete, Discrete)
         betas = discrete.betas()

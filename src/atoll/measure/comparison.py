@@ -377,12 +377,12 @@ def show_pictures(setup: CommonSetup, name: str, shown: RowConditions) -> list[A
 
 def _metric(setup: CommonSetup) -> dict[str, Any]:
     """What the numbers are."""
-    config, judge = setup.config, setup.judge(setup.config.samples)
+    config, judge, made = setup.config, setup.judge(setup.config.samples), setup.encoder.producer()
     real, _, _ = judge.measure(setup.floor)
     partition, generation = setup.partition.about.encoder or {}, setup.override.generation
     return {
         "distance": f"Fréchet distance on {judge.how.components} principal components of {config.extractor}",
-        **setup.encoder.producer(),  # its name, hash and size
+        **made,  # the network's name, hash and size
         "components": judge.how.components,
         "axes": "of training pictures",
         "fit_rows": config.fit_rows,
@@ -396,7 +396,7 @@ def _metric(setup: CommonSetup) -> dict[str, Any]:
         "sampler": "Euler",
         "ema": True,
         "seed": setup.seed,
-        "same_features_as_partition": partition.get("name") == config.extractor,
+        "same_features_as_partition": all(partition.get(k) == made.get(k) for k in ("hash", "token")),
         "akin_to_partition": akin(str(partition.get("name", "")), config.extractor),
         "real_training_pictures": real.number("frechet"),
         "real_samples": len(setup.floor),

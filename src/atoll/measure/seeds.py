@@ -134,7 +134,7 @@ def over_seeds(comparisons: Sequence[Comparison], base: str = BASE) -> Iterator[
             {tuple(getattr(row, name) for name in names): row for row in getattr(of.tables, table) or ()}
             for of in comparisons
         ]
-        for key in tables[0] if all(tables) else ():
+        for key in dict.fromkeys(key for own in tables for key in own) if all(tables) else ():
             rows_of = [table_rows[key] for table_rows in tables if key in table_rows]
             values = [value for row in rows_of if (value := getattr(row, column)) is not None]
             if values:
