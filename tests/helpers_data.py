@@ -15,13 +15,18 @@ from atoll.data.ingest import IngestJob
 from atoll.data.sources.record import Record, Source
 
 
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """A file with a picture."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
 def encoded(size: tuple[int, int] = (20, 12), kind: str = "PNG", mode: str = "RGB", seed: int = 0) -> bytes:
     """A file with a noise picture."""
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(buffer, kind)
-    return buffer.getvalue()
+    return saved(Image.fromarray(pixels).convert(mode), kind)
 
 
 def packed(members: Iterable[tuple[str, bytes]], **options: Any) -> bytes:

@@ -1,6 +1,5 @@
 """Aspect buckets: which there are, which picture goes into which, and how it is brought to its size."""
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,12 +12,12 @@ from PIL import Image
 
 from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
-from atoll.data.dataset import BUCKETS, ROWS, DataSet, ImageReader
+from atoll.data.dataset import BUCKETS, ROWS
 from atoll.data.decode import BadImageError, cropped, decode, merged, nearest, place, square, upright_size
 from atoll.data.settings import BucketConfig, IngestConfig
 from atoll.data.sources.folder import FolderSource
 from atoll.store.store import Store
-from helpers_data import aspects, encoded, ingest
+from helpers_data import aspects, encoded, ingest, saved
 
 WIDE = [(32, 32), (48, 24), (24, 48)]
 
@@ -105,39 +104,32 @@ def test_small_buckets_are_merged_into_the_nearest() -> None:
     assert merged({}, WIDE, 9) == WIDE
 
 
-ORIENTATION = 0x0112
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_the_head_of_a_file_tells_the_upright_size(kind: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    buffer = io.BytesIO()
-    decode(encoded((20, 12))).save(buffer, kind, exif=exif)
-    assert upright_size(buffer.getvalue()) == decode(buffer.getvalue()).size
+    data = saved(decode(encoded((20, 12))), kind, exif=turned(orientation))
+    assert upright_size(data) == decode(data).size
     if kind != "TIFF":
-        assert upright_size(buffer.getvalue()) == ((12, 20) if orientation > 4 else (20, 12))
+        assert upright_size(data) == ((12, 20) if orientation > 4 else (20, 12))
 
 
-def rotated(path: Path) -> None:
-    """A tall picture that lies on its side in its file."""
-    exif = Image.Exif()
-    exif[ORIENTATION] = 6
-    decode(encoded((90, 45), seed=5)).save(path, exif=exif)
-    path.with_suffix(".txt").write_text("tall")
-
-
-def test_rows_keep_their_aspect(tmp_path: Path) -> None:
+def test_rows_keep_their_aspect(tmp_path: Path, store: Store) -> None:
     folder = aspects(tmp_path / "pictures", {(40, 40): 9, (66, 30): 7, (31, 60): 4})
     hostile = {"1-wide": (1, 300), "dot": (1, 1), "panorama": (900, 30), "small": (20, 20), "narrow": (9, 24)}
     for name, size in hostile.items():
         (folder / f"{name}.png").write_bytes(encoded(size))
         (folder / f"{name}.txt").write_text(name)
-    rotated(folder / "rotated.jpg")
+    # A tall picture that lies on its side in its file.
+    decode(encoded((90, 45), seed=5)).save(folder / "rotated.jpg", exif=turned(6))
+    (folder / "rotated.txt").write_text("tall")
     (folder / "broken.png").write_bytes(encoded((40, 40))[:200])
     (folder / "broken.txt").write_text("broken")
-    store = Store.open(tmp_path / "store", create=True)
     whole = ingest(FolderSource(folder), store, "d", config(min_rows=3))
     table = whole.table().to_pylist()
     assert whole.table().column_names == [*ROWS.names, *BUCKETS]
@@ -149,8 +141,8 @@ def test_rows_keep_their_aspect(tmp_path: Path) -> None:
     first = by_key["66x30-000.png"]
     # 66x30 covers 48x24 as 53x24.
     assert (first["width"], first["height"], first["crop_left"], first["crop_top"]) == (66, 30, 2, 0)
-    turned = by_key["rotated.jpg"]
-    assert (turned["width"], turned["height"], turned["bucket_height"]) == (45, 90, 48)
+    upright = by_key["rotated.jpg"]
+    assert (upright["width"], upright["height"], upright["bucket_height"]) == (45, 90, 48)
     rejects = [json.loads(line) for line in store.get("d/rejects.jsonl").decode().splitlines()]
     assert {reject["key"]: reject["reason"] for reject in rejects} == {
         "1-wide.png": "too small",
@@ -166,9 +158,8 @@ def test_rows_keep_their_aspect(tmp_path: Path) -> None:
         ingest(FolderSource(folder), store, "d", config(min_rows=4))
 
 
-def test_few_rows_of_an_aspect_go_where_they_lose_least(tmp_path: Path) -> None:
+def test_few_rows_of_an_aspect_go_where_they_lose_least(tmp_path: Path, store: Store) -> None:
     folder = aspects(tmp_path / "pictures", {(40, 40): 9, (66, 30): 7, (31, 60): 2})
-    store = Store.open(tmp_path / "store", create=True)
     whole = ingest(FolderSource(folder), store, "d", config(min_rows=3, max_crop=0.6))
     assert whole.buckets is not None
     assert Counter(map(tuple, whole.buckets.tolist())) == {(32, 32): 11, (48, 24): 7}
@@ -176,11 +167,12 @@ def test_few_rows_of_an_aspect_go_where_they_lose_least(tmp_path: Path) -> None:
     assert rejected.manifest.rejects == {"too long": 2}, "merged, they would lose half"
 
 
-def test_a_killed_ingest_keeps_its_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_ingest_keeps_its_buckets(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The buckets are chosen once, and the shards that come later have the same."""
     folder = aspects(tmp_path / "pictures", {(40, 40): 9, (66, 30): 7})
-    store, settings = Store.open(tmp_path / "store", create=True), config(min_rows=3, max_crop=0.6)
-    small = settings.model_copy(update={"shard_rows": 4})
+    small = config(min_rows=3, max_crop=0.6).model_copy(update={"shard_rows": 4})
     whole = ingest(FolderSource(folder), store, "whole", small)
 
     def killed(self: Progress, done: int) -> None:
@@ -194,18 +186,15 @@ def test_a_killed_ingest_keeps_its_buckets(tmp_path: Path, monkeypatch: pytest.M
     assert ingest(FolderSource(folder), store, "killed", small).content == whole.content
 
 
-def test_squares_are_as_they_always_were(tmp_path: Path) -> None:
+def test_squares_are_as_they_always_were(tmp_path: Path, store: Store) -> None:
     """Without `buckets` a picture has the bytes of a plain square."""
     folder = aspects(tmp_path / "pictures", {(40, 40): 3, (66, 30): 3})
-    store = Store.open(tmp_path / "store", create=True)
     plain = IngestConfig(size=16)
     whole = ingest(FolderSource(folder), store, "d", plain)
     assert whole.buckets is None and whole.table().column_names == ROWS.names
     assert whole.manifest.config == plain.model_dump()
-    reader = ImageReader(store.path(f"d/{whole.shards[0].files['images'].path}"))
     source = decode((folder / "66x30-000.png").read_bytes())
-    assert reader.read(3).tobytes() == square(source, 16).tobytes()
-    assert DataSet.open(store, "d").buckets is None
+    assert whole.image(3).tobytes() == square(source, 16).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store
 from helpers import command, refused
-from helpers_data import ingest
+from helpers_data import ingest, saved
 
 SIDE = 96
 ORIGINALS = 24
@@ -29,12 +29,6 @@ def scene(seed: int, side: int = SIDE) -> Image.Image:
     """A picture of smooth random colours, which no other seed gives."""
     values = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return Image.fromarray(values).resize((side, side), Image.Resampling.BICUBIC)
-
-
-def saved(image: Image.Image, kind: str = "PNG", **how: int) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **how)
-    return out.getvalue()
 
 
 def planted() -> dict[str, tuple[bytes, int]]:
@@ -137,12 +131,7 @@ def test_features_join_what_pixels_do_not(folder: Path) -> None:
     step = torch.nn.functional.normalize(values[one], dim=0)
     aside = torch.nn.functional.normalize(values[two] - (values[two] @ step) * step, dim=0)
     values[one], values[two], values[three] = step, step + 0.25 * aside, step + 0.52 * aside
-    bounds = dataset.bounds
-    dataset.write_column(
-        features_column("ours"),
-        {"name": "ours"},
-        lambda shard: {"values": values[bounds[shard] : bounds[shard + 1]].half()},
-    )
+    dataset.write_values(features_column("ours"), {"name": "ours"}, values.half().numpy())
     found = dedupe(dataset, DedupeConfig(cosine=0.95), "ours")
     assert (
         found.kept_row[two] == one
