@@ -28,13 +28,17 @@ PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
 
 
 class Counting:
-    """Values that say which row they belong to, and how often they were computed."""
+    """Values that say which row they belong to, and how often they were computed; it may die at a shard."""
 
-    def __init__(self, dataset: DataSet, add: float = 0.0, ragged: bool = False) -> None:
-        self.dataset, self.add, self.ragged = dataset, add, ragged
+    def __init__(
+        self, dataset: DataSet, add: float = 0.0, ragged: bool = False, dies: int | None = None
+    ) -> None:
+        self.dataset, self.add, self.ragged, self.dies = dataset, add, ragged, dies
         self.calls: list[int] = []
 
     def __call__(self, shard: int) -> Mapping[str, Tensor]:
+        if shard == self.dies:
+            raise KeyboardInterrupt
         self.calls.append(shard)
         rows = torch.arange(int(self.dataset.bounds[shard]), int(self.dataset.bounds[shard + 1]))
         if self.ragged:
@@ -44,7 +48,7 @@ class Counting:
         return {"values": rows[:, None, None].float() + self.add + torch.zeros(2, 3)}
 
 
-def test_values_that_are_known_are_cut_into_shards(glyphs: DataSet, store: Store) -> None:
+def test_values_that_are_known_are_cut_into_shards(glyphs: DataSet) -> None:
     values = np.arange(2 * len(glyphs), dtype=np.int16).reshape(-1, 2)
     values.flags.writeable = False  # as what is read from a file may be
     column = glyphs.write_values("known", PRODUCER, values)
@@ -105,12 +109,12 @@ CAPTIONS = [["a", "b"], ["a"], [""], ["c", "a", "b"], ["d"]]
 """Of rows in turn; the states of a caption are its letter's number, as often as that."""
 
 
-def _texts(dataset: DataSet, name: str = "text") -> Column:
+def _texts(dataset: DataSet) -> Column:
     def compute(shard: int) -> Mapping[str, Tensor]:
         rows = range(int(dataset.bounds[shard]), int(dataset.bounds[shard + 1]))
         return ragged([CAPTIONS[row % 5] for row in rows], _states)
 
-    return dataset.write_column(name, PRODUCER, compute, kind="ragged")
+    return dataset.write_column("text", PRODUCER, compute, kind="ragged")
 
 
 def _states(caption: str) -> Tensor:
@@ -196,15 +200,8 @@ def test_complete_means_nothing_is_computed(glyphs: DataSet) -> None:
 
 
 def test_killed_and_called_again_keeps_what_is_valid(glyphs: DataSet, store: Store) -> None:
-    first = Counting(glyphs)
-
-    def killed(shard: int) -> Mapping[str, Tensor]:
-        if shard == 2:
-            raise KeyboardInterrupt
-        return first(shard)
-
     with pytest.raises(KeyboardInterrupt):
-        glyphs.write_column("x", PRODUCER, killed)
+        glyphs.write_column("x", PRODUCER, Counting(glyphs, dies=2))
     assert not glyphs.has_column("x")
     store.put("glyphs/columns/x/00000.safetensors", store.get("glyphs/columns/x/00000.safetensors")[:-1])
     second = Counting(glyphs)
@@ -214,20 +211,14 @@ def test_killed_and_called_again_keeps_what_is_valid(glyphs: DataSet, store: Sto
 
 
 def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:
-    old = glyphs.write_column("x", PRODUCER, Counting(glyphs))
-    fresh = Counting(glyphs, add=100)
-
-    def killed(shard: int) -> Mapping[str, Tensor]:
-        if shard == 1:
-            raise KeyboardInterrupt
-        return fresh(shard)
-
+    old, other = glyphs.write_column("x", PRODUCER, Counting(glyphs)), {**PRODUCER, "hash": "2"}
     with pytest.raises(KeyboardInterrupt):
-        glyphs.write_column("x", {**PRODUCER, "hash": "2"}, killed)
+        glyphs.write_column("x", other, Counting(glyphs, add=100, dies=1))
     with pytest.raises(DataError, match="no column 'x'"):
         DataSet.open(store, "glyphs").column("x")
-    column = glyphs.write_column("x", {**PRODUCER, "hash": "2"}, fresh)
-    assert fresh.calls == [0, 1, 2]
+    fresh = Counting(glyphs, add=100)
+    column = glyphs.write_column("x", other, fresh)
+    assert fresh.calls == [1, 2]
     assert column.read([0, 39])[:, 0, 0].tolist() == [100, 139]
     assert column.meta.producer["hash"] == "2"
     back = Counting(glyphs)

@@ -5,13 +5,12 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from atoll.base.console import Progress
 from atoll.base.errors import DataError
-from atoll.data.contents import COUNTED, Histogram, contents, lines
+from atoll.data.contents import Histogram, contents, lines
 from atoll.data.dataset import DataSet
 from atoll.data.duplicates import dedupe, fingerprint_job
 from atoll.data.settings import DedupeConfig, IngestConfig
@@ -21,10 +20,6 @@ from atoll.store.store import Store
 from helpers_data import ingest
 
 ROWS = 40
-
-
-class Killed(Exception):
-    pass
 
 
 @pytest.fixture
@@ -64,12 +59,8 @@ def test_everything_is_counted(folder: Path) -> None:
     assert found.duplicates is not None
     assert found.splits["of weight 0"] == found.duplicates[0] >= 1
     told = "\n".join(lines(found))
-    for part in (
-        "41 rows of folder pictures, 8 px rgb",
-        "1 left out: unreadable",
-        "1 left out: empty caption",
-    ):
-        assert part in told
+    assert "41 rows of folder pictures, 8 px rgb" in told
+    assert "1 left out: unreadable" in told and "1 left out: empty caption" in told
     assert "20 times 'flag'" in told and "licence: CC0-1.0 41" in told and "column looks: uint8" in told
     assert "width" not in "\n".join(lines(contents(store, rows=False)))
 
@@ -77,10 +68,10 @@ def test_everything_is_counted(folder: Path) -> None:
 def test_of_an_unfinished_ingest_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(self: Progress, done: int) -> None:
         if done >= 2:
-            raise Killed
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "__call__", killed)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         ingested(folder)
     monkeypatch.undo()
     found = contents(Store.open(folder.parent / "data"))
@@ -110,14 +101,11 @@ def test_without_pictures_and_by_columns_that_only_some_have(folder: Path, tmp_p
     part = write_subset(dataset, [3, 5, 8], Store.open(tmp_path / "part", create=True), "", ["split"])
     found = contents(part.store)
     assert found.bytes("images") == 0 and sum(found.licences.values()) == 3
-    table = pq.read_table(tmp_path / "part/rows/00000.parquet")
-    assert table.num_rows == 3
 
 
 def test_the_frequent_are_found_among_many(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """At most twice as many captions as `COUNTED` says are held at a time, and yet numbers are exact."""
     monkeypatch.setattr("atoll.data.contents.COUNTED", 5)
-    assert COUNTED > 5
     found = contents(ingested(folder))
     assert found.captions[0] == ("flag", ROWS // 2) and found.distinct == ROWS // 2 + 2
 

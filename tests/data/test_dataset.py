@@ -52,10 +52,7 @@ def test_a_data_set_may_be_the_root_of_its_store(glyphs: DataSet, store: Store) 
     dataset = DataSet.open(store.sub("glyphs"))
     assert dataset.ids == glyphs.ids
     assert audit(dataset) == []
-    assert (
-        dataset.write_column("n", {}, lambda i: {"values": torch.zeros(dataset.shards[i].rows)}).read([3])
-        == 0
-    )
+    assert dataset.write_values("n", {}, np.zeros(len(dataset))).read([3]) == 0
     assert glyphs.has_column("n")
 
 
@@ -63,8 +60,6 @@ def test_rows_and_pictures(glyphs: DataSet) -> None:
     assert len(glyphs) == 40
     assert glyphs.table(["id", "caption"]).column_names == ["id", "caption"]
     assert glyphs.table().num_rows == 40
-    assert glyphs.ids == glyphs.table(["id"]).column("id").to_pylist()
-    assert glyphs.id_hash == digest_strings(glyphs.ids)
     with pytest.raises(IndexError):
         glyphs.image(40)
     again = [picture.tobytes() for shard in range(3) for picture in glyphs.iter_images(shard)]
@@ -154,10 +149,8 @@ def test_union_names_what_lies_elsewhere(full: DataSet, store: Store) -> None:
     assert whole.ids == [full.ids[row] for row in rows]
     pick = np.array([39, 0, 20, 19, 21, 4])
     assert whole.column("latents").read(pick)[:, 0].tolist() == rows[pick].tolist()
-    for mine, theirs in zip(
-        whole.column("text").read_ragged(pick, 4), full.column("text").read_ragged(rows[pick], 4), strict=True
-    ):
-        assert torch.equal(mine, theirs)
+    mine, theirs = whole.column("text").read_ragged(pick, 4), full.column("text").read_ragged(rows[pick], 4)
+    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
     assert whole.column("text").extra("null")["values"].shape == (2, 1)
     assert audit(whole) == []
     files = store.get_json("router/data/manifest.json")["shards"][0]["files"]
@@ -225,11 +218,7 @@ def test_audit_finds_contradictions(glyphs: DataSet, store: Store) -> None:
 
 
 def test_audit_finds_groups_in_both_splits(glyphs: DataSet) -> None:
-    glyphs.write_column(
-        "split",
-        {"name": "wrong"},
-        lambda i: {"values": (torch.arange(glyphs.shards[i].rows) % 2).to(torch.int8)},
-    )
+    glyphs.write_values("split", {"name": "wrong"}, (np.arange(len(glyphs)) % 2).astype(np.int8))
     assert any("lies in two splits" in problem for problem in audit(glyphs))
 
 

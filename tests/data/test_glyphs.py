@@ -80,11 +80,7 @@ def test_latin_is_the_ascii_letters_and_digits_in_every_face() -> None:
 def test_a_limit_is_spread_over_alphabets_and_faces() -> None:
     found = rows(GlyphSource(GlyphOptions(limit=400)))
     assert len(found) == 400
-    assert {caption.split()[0] for caption in (row.caption for row in found)} >= {
-        "latin",
-        "greek",
-        "cyrillic",
-    }
+    assert {row.caption.split()[0] for row in found} >= {"latin", "greek", "cyrillic"}
     assert {row.label for row in found} == set(range(8))
     assert len({row.group for row in found}) < 80
 

@@ -11,8 +11,7 @@ from atoll.base.errors import DataError
 from atoll.data.dataset import DataSet
 from atoll.data.encode import latents_job, text_job
 from atoll.data.samples import Samples, data_shape
-from atoll.data.settings import GlyphOptions, IngestConfig
-from atoll.data.sources.glyphs import GlyphSource
+from atoll.data.settings import IngestConfig
 from atoll.data.sources.several import open_source
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
@@ -22,11 +21,9 @@ from helpers_data import ingest
 
 
 @pytest.fixture(scope="module")
-def encoded(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+def encoded(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     """40 gray pictures of 8x8 with latents and text states."""
-    store = Store.open(tmp_path_factory.mktemp("samples"))
-    config = IngestConfig(size=8, shard_rows=16, heldout=0.3)
-    dataset = ingest(GlyphSource(GlyphOptions(limit=40)), store, "", config)
+    dataset = DataSet.open(Store.open(shutil.copytree(drawn, tmp_path_factory.mktemp("samples") / "data")))
     latents_job(dataset, autoencoder("none")).run()
     text_job(dataset, text_encoder("minilm", 12)).run()
     return dataset
@@ -111,9 +108,7 @@ def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore
 
 
 def test_latents_that_are_not_square_are_refused(glyphs: DataSet) -> None:
-    def compute(shard: int) -> dict[str, torch.Tensor]:
-        return {"values": torch.zeros(glyphs.shards[shard].rows, 4, 8, 6)}
-
-    glyphs.write_column("latents", {"name": "x", "hash": ""}, compute)
+    values = np.zeros((len(glyphs), 4, 8, 6), dtype=np.float32)
+    glyphs.write_values("latents", {"name": "x", "hash": ""}, values)
     with pytest.raises(DataError, match="latents of 8x6 are not square"):
         data_shape(glyphs, "none")
