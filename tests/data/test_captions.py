@@ -8,7 +8,7 @@ import transformers
 
 from atoll.base.part import Part
 from atoll.campaign.folder import Campaign
-from atoll.campaign.prepare import caption_stage, encode_stage, ingest_stage, prepare_data
+from atoll.campaign.prepare import caption_stage, encode_stage, ingest_stage
 from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.encode import captions_of
 from atoll.encoders.image_text import Captioner
@@ -17,22 +17,16 @@ from helpers_data import encoded
 from helpers_vlm import save_llava
 
 
-def campaign(folder: Path, model: Path | None, **captioner: Any) -> Path:
+def campaign(folder: Path, model: Path | None) -> Path:
     """A campaign of five images, one of which has a caption."""
     source = folder / "images"
     source.mkdir(parents=True)
     for number in range(5):
         (source / f"{number}.png").write_bytes(encoded(seed=number))
     (source / "3.txt").write_text("its own words")
-    how = {"model": str(model), "tokens": 4, "batch": 2, **captioner}
-    ingest = {"size": 16, "shard_rows": 2, "mode": "rgb", "uncaptioned": True, "heldout": 0.3}
-    data: dict[str, Any] = {
-        "source": str(source),
-        "ingest": ingest,
-        "text_encoder": "minilm",
-        "text_length": 8,
-    }
-    data |= {} if model is None else {"captioner": how}
+    data: dict[str, Any] = {"source": str(source), "text_encoder": "minilm", "text_length": 8}
+    data["ingest"] = {"size": 16, "shard_rows": 2, "mode": "rgb", "uncaptioned": True, "heldout": 0.3}
+    data |= {} if model is None else {"captioner": {"model": str(model), "tokens": 4, "batch": 2}}
     return write_campaign(folder / "c", {"condition": "text", "network": {"family": "pixart"}, "data": data})
 
 
@@ -81,12 +75,6 @@ def test_parts_give_the_bytes_of_one_process(tmp_path: Path) -> None:
     assert columns[0] == columns[1] and len(columns[0]) == 3
 
 
-def test_prepare_describes_before_it_encodes(tmp_path: Path) -> None:
-    opened = Campaign.open(campaign(tmp_path, save_llava(tmp_path)))
-    prepare_data(opened)
-    assert opened.dataset().has_column("text") and all(captions(opened.dataset()))
-
-
 def test_a_captioner_that_answers_nothing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
@@ -109,11 +97,14 @@ def test_a_shard_may_stay_without_words(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_images_of_several_shapes_wait_for_captions(tmp_path: Path, run: Run) -> None:
+    """Ingested alone they may; a preparation describes them before it encodes."""
     folder = campaign(tmp_path, save_llava(tmp_path))
     sets = ["--set", "data.ingest.buckets={sizes: [16x16, 24x12], multiple: 4, min_rows: 1}"]
     for _ in range(2):
         assert run("data", "ingest", folder, *sets).code == 0
     assert run("data", "prepare", folder, *sets).code == 0
+    dataset = Campaign.open(folder).dataset()
+    assert dataset.has_column("text") and all(captions(dataset))
 
 
 def test_a_processor_that_takes_no_such_images_is_one_line(
