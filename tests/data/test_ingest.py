@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -134,8 +135,10 @@ def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: Data
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")} == before
     with pytest.raises(DataError, match="another source or with other settings"):
         ingest(source, store, "glyphs", CONFIG.model_copy(update={"size": 9}))
-    with pytest.raises(DataError, match="another source or with other settings"):
-        ingest(GlyphSource(GlyphOptions(limit=41)), store, "glyphs", CONFIG)
+    other = IngestJob(GlyphSource(GlyphOptions(limit=41)), store, "glyphs", CONFIG)
+    for work in (other.run, lambda: other.write_part(Part(0, 2))):
+        with pytest.raises(DataError, match="another source or with other settings"):
+            work()
     store.put("other/file.txt", b"mine")
     with pytest.raises(DataError, match="not empty"):
         ingest(source, store, "other", CONFIG)
@@ -366,13 +369,10 @@ def test_a_folder_that_was_emptied_meanwhile_is_told(store: Store) -> None:
 
 
 def test_a_column_that_another_process_finished_is_left_alone(glyphs: DataSet, tmp_path: Path) -> None:
-    def values(shard: int) -> dict[str, Tensor]:
-        return {"values": torch.zeros(glyphs.shards[shard].rows)}
-
     def behind(shard: int) -> dict[str, Tensor]:
         assert shard == 0
-        DataSet.open(glyphs.store, "glyphs").write_column("x", {}, values)
-        return values(shard)
+        DataSet.open(glyphs.store, "glyphs").write_values("x", {}, np.zeros(len(glyphs), np.float32))
+        return {"values": torch.zeros(glyphs.shards[shard].rows)}
 
     glyphs.write_column("x", {}, behind)
     assert glyphs.column("x").read([39]) == 0
@@ -381,20 +381,10 @@ def test_a_column_that_another_process_finished_is_left_alone(glyphs: DataSet, t
 
 def test_what_killed_writers_left_goes(glyphs: DataSet) -> None:
     """The passing file of a dead process stands in a folder that the stage sweeps."""
-
-    def make() -> None:
-        glyphs.write_column("x", {}, lambda n: {"values": torch.zeros(glyphs.shards[n].rows)})
-
-    make()
-    for again in (glyphs.tidy, make):
+    zeros = np.zeros(len(glyphs))
+    glyphs.write_values("x", {}, zeros)
+    for again in (glyphs.tidy, lambda: glyphs.write_values("x", {}, zeros)):
         left = Path(glyphs.store.location, f"glyphs/columns/x/{local._writer(2**22 + 1)}000000")
         left.touch()
         again()
         assert not left.exists()
-
-
-def test_a_folder_of_another_source_is_left_alone(store: Store) -> None:
-    ingest(Rows(repeated()), store, "d", CONFIG)
-    for work in (IngestJob.run, lambda job: job.write_part(Part(0, 2))):
-        with pytest.raises(DataError, match="another source"):
-            work(IngestJob(Rows(repeated(), "other"), store, "d", CONFIG))

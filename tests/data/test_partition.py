@@ -77,9 +77,8 @@ def test_heldout_rows_do_not_decide(dataset: DataSet) -> None:
     )
 
 
-def test_random_does_not_depend_on_the_order_of_rows(dataset: DataSet, tmp_path: Path) -> None:
+def test_random_does_not_depend_on_the_order_of_rows(dataset: DataSet, store: Store) -> None:
     order = np.random.default_rng(0).permutation(ROWS)
-    store = Store.open(tmp_path / "other", create=True)
     shuffled = write_subset(dataset, order, store, "", ["split"], shard_rows=33)
     one, other = make(dataset, None, RANDOM, 4), make(shuffled, None, RANDOM, 4)
     assert np.array_equal(one.clusters[order], other.clusters)
@@ -102,8 +101,7 @@ def test_the_hash_is_of_what_was_decided(dataset: DataSet) -> None:
     assert np.array_equal(others[2].clusters, first.clusters)
 
 
-def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "campaign", create=True)
+def test_it_comes_back_from_disk(dataset: DataSet, store: Store) -> None:
     made = make(dataset, features(dataset), KMEANS, 0)
     partitions.save(made, store, dataset)
     back = partitions.load(store)
@@ -120,9 +118,8 @@ def test_it_comes_back_from_disk(dataset: DataSet, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("config", "weighted"), [(KMEANS, False), (RANDOM, False), (RANDOM, True)])
 def test_damage_is_told_in_one_line(
-    dataset: DataSet, tmp_path: Path, config: PartitionConfig, weighted: bool
+    dataset: DataSet, store: Store, config: PartitionConfig, weighted: bool
 ) -> None:
-    store = Store.open(tmp_path / "campaign", create=True)
     if weighted:
         dataset.write_values(WEIGHTS, {}, np.linspace(0, 1, len(dataset), dtype=np.float32))
     made = make(dataset, features(dataset) if config is KMEANS else None, config, 0, weighted)
@@ -133,7 +130,7 @@ def test_damage_is_told_in_one_line(
         flipped = bytearray(tensors)
         flipped[place] ^= 1
         store.put(key, bytes(flipped))
-        with pytest.raises(PartitionError, match=r"campaign/partition is damaged: [^\n]*$"):
+        with pytest.raises(PartitionError, match=r"store/partition is damaged: [^\n]*$"):
             partitions.load(store)
     store.put(key, tensors.replace(b"I64", b"F64"))
     with pytest.raises(PartitionError, match="do not match the hash"):
@@ -176,19 +173,17 @@ def test_contact_sheets_show_training_pictures_of_their_cluster(dataset: DataSet
 
 @pytest.mark.parametrize("limits", [{}, {"capacities": (3, 2, 1), "tolerance": 0.05}])
 def test_neither_shards_nor_blocks_decide(
-    dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, object]
+    dataset: DataSet, store: Store, monkeypatch: pytest.MonkeyPatch, limits: dict[str, object]
 ) -> None:
     config = PartitionConfig(k=3, fine=3, **limits)  # type: ignore[arg-type]
     first = make(dataset, features(dataset), config, 0)
     assert (len(first.prices) > 0) == bool(limits)
-    columns = ["split", "features"]
-    other = write_subset(dataset, range(ROWS), Store.open(tmp_path / "o", create=True), "", columns, 17)
+    other = write_subset(dataset, range(ROWS), store, "other", ["split", "features"], 17)
     monkeypatch.setattr(partitions, "_CHUNK", 7)
     again = make(other, other.column("features"), config, 0)
     assert np.array_equal(again.clusters, first.clusters) and again.sizes == first.sizes
     assert len(other.column("features")._mapped) == 1  # shards that lie behind are let go
     assert np.array_equal(first.assign(other, other.column("features")), first.clusters)
-    store = Store.open(tmp_path / "campaign", create=True)
     partitions.save(first, store, dataset)
     assert np.array_equal(partitions.load(store).prices, first.prices)
 

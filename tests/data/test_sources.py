@@ -152,7 +152,7 @@ class TestSourceContract:
         dataset = ingest(source, store, "b", CONFIG)
         assert content(dataset) == content(plain)
         every = [row for style in COUNTS for row in rows(style)]
-        for name, named in {"id": "id", "caption": "caption", "group": "concept", "label": "n"}.items():
+        for name, named in COLUMNS.items():
             assert dataset.table()[name].to_pylist() == [row[named] for row in every]
         assert dataset.split("heldout").tolist() == plain.split("heldout").tolist()
         assert dataset.table().column_names == ROWS.names

@@ -14,6 +14,7 @@ from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.store import cache, ranges
 from atoll.store.log import Commit, Fenced, Log
+from atoll.store.manifest import write_blocks
 from atoll.store.store import Absent, Conflict, Damaged, Store, check_conditional_create
 
 COMMIT = Commit(samples=8, step=1, seconds=0.5, recipe="r", guard={}, tracker="t")
@@ -171,9 +172,8 @@ def blocks() -> Iterator[bytes]:
 
 
 def test_an_object_of_many_blocks_is_written_and_held_against_the_store(
-    location: str, asked: list[str]
+    store: Store, location: str, asked: list[str]
 ) -> None:
-    store = Store.open(location, create=True)
     assert store.write("large", blocks()) == (len(LARGE), sha256(LARGE))
     assert store.write("small", iter([b"abc"])) == (3, sha256(b"abc"))
     assert store.write("none", iter([])) == (0, sha256(b""))
@@ -183,21 +183,22 @@ def test_an_object_of_many_blocks_is_written_and_held_against_the_store(
 
 
 def test_bytes_that_change_on_the_way_are_found_out(
-    location: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    store: Store, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, put = Store.open(location, create=True), Store._put
+    put = Store._put
 
     def harmed(self: Store, key: str, data: Iterator[bytes], mode: Any) -> None:
         put(self, key, (block.replace(b"\x07\x08", b"\x07\x07") for block in data), mode)
 
     monkeypatch.setattr(Store, "_put", harmed)
     with pytest.raises(Damaged, match="large reads back differently"):
-        store.write("large", blocks())
+        write_blocks(store, "", "large", blocks())
 
 
-def test_a_large_object_comes_in_parts_and_to_a_machine_once(location: str, asked: list[str]) -> None:
+def test_a_large_object_comes_in_parts_and_to_a_machine_once(
+    store: Store, location: str, asked: list[str]
+) -> None:
     """Eight readers that want it at once wait for the first of them."""
-    store = Store.open(location, create=True)
     store.put("large", LARGE)
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda _: Store.open(location).path("large"), range(8)))

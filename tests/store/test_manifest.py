@@ -1,12 +1,9 @@
 """Publishing: what has no manifest does not exist, and what is damaged is not read."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from atoll.base.errors import StoreError
-from atoll.store.manifest import FileEntry, read_file, write_blocks, write_file
+from atoll.store.manifest import FileEntry, read_file, write_file
 from atoll.store.store import Store
 
 DATA = bytes(range(256))
@@ -39,12 +36,3 @@ def test_a_manifest_cannot_name_files_outside(store: Store) -> None:
     entry = FileEntry(path="../../outside", bytes=1, sha256="0" * 64)
     with pytest.raises(StoreError, match="leads out of"):
         read_file(store, "p", entry)
-
-
-def test_a_disk_that_lies_is_found_out(tmp_path: Path) -> None:
-    class Lying(Store):
-        def _put(self, key: str, data: Any, mode: str) -> None:
-            super()._put(key, b"".join(data)[:-1] if key.endswith("d.bin") else data, mode)
-
-    with pytest.raises(StoreError, match="reads back differently"):
-        write_blocks(Lying.open(tmp_path), "p", "d.bin", [DATA])
