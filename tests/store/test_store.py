@@ -78,18 +78,6 @@ def test_keys_that_lead_out_are_refused(store: Store, key: str) -> None:
     assert (Path(store.location).parent / "x").read_text() == "secret"
 
 
-def test_folders_that_cannot_be_stores(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="there is no folder"):
-        Store.open(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match="is a file: give a folder"):
-        Store.open(tmp_path / "file")
-    for path in ("file", "file/below"):
-        with pytest.raises(StoreError, match="is a file or lies inside one"):
-            Store.open(tmp_path / path, create=True)
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_json(store: Store) -> None:
     store.put_json("a.json", {"ä": [1, None, 1.5]})
     assert store.get_json("a.json") == {"ä": [1, None, 1.5]}
