@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import DataError, StoreError
+from atoll.base.part import Part
 from atoll.data.columns import Column, describe, ragged
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.encode import captions_of
 from atoll.data.formats import Shard
+from atoll.data.job import ColumnJob
 from atoll.data.subsets import union, write_subset
 from atoll.store.manifest import write_file
 from atoll.store.store import Store
@@ -208,6 +210,16 @@ def test_killed_and_called_again_keeps_what_is_valid(glyphs: DataSet, store: Sto
     glyphs.write_column("x", PRODUCER, second)
     assert sorted(second.calls) == [0, 2]
     assert glyphs.column("x").read(np.arange(40))[:, 0, 0].tolist() == list(range(40))
+
+
+def test_parts_of_a_column(glyphs: DataSet) -> None:
+    compute = Counting(glyphs)
+    ColumnJob(glyphs, "x", PRODUCER, compute).write_part(Part(1, 2))
+    assert compute.calls == [1] and not glyphs.has_column("x")
+    ColumnJob(glyphs, "x", PRODUCER, compute).run()
+    ColumnJob(glyphs, "x", PRODUCER, compute).write_part(Part(0, 1))
+    assert compute.calls == [1, 0, 2]
+    assert glyphs.column("x").read([0, 20, 39])[:, 0, 0].tolist() == [0, 20, 39]
 
 
 def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:

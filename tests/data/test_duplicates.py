@@ -18,7 +18,7 @@ from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store
-from helpers import command, refused
+from helpers import Run, refused
 from helpers_data import ingest, saved
 
 SIDE = 96
@@ -190,19 +190,17 @@ def test_hashes_are_near_for_the_same_scene_and_far_for_others() -> None:
     assert max(same) <= 6 and min(others) > 12
 
 
-def test_a_campaign_leaves_them_out_and_shows_the_doubtful(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_campaign_leaves_them_out_and_shows_the_doubtful(folder: Path, tmp_path: Path, run: Run) -> None:
     made = tmp_path / "mine"
     sets = [f"data.source={folder}", "data.ingest.size=16", "data.ingest.heldout=0.2", "partition.k=2"]
     sets += ["data.dedupe={}", "partition.encoder=efficientnet-lite0", "partition.encoder_size=64"]
     changes = [part for one in sets for part in ("--set", one)]
-    assert command(capsys, "new", made, "--recipe", "cpu", *changes).code == 0
-    refused(command(capsys, "data", "dedupe", made), "no data set")
-    assert command(capsys, "data", "ingest", made).code == 0
-    refused(command(capsys, "partition", made), "not deduplicated")
-    refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.cosine=0.9"), "data embed")
-    refused(command(capsys, "data", "dedupe", made, "--set", "data.dedupe.bits=9"), "bits")
+    assert run("new", made, "--recipe", "cpu", *changes).code == 0
+    refused(run("data", "dedupe", made), "no data set")
+    assert run("data", "ingest", made).code == 0
+    refused(run("partition", made), "not deduplicated")
+    refused(run("data", "dedupe", made, "--set", "data.dedupe.cosine=0.9"), "data embed")
+    refused(run("data", "dedupe", made, "--set", "data.dedupe.bits=9"), "bits")
     opened = Campaign.open(made)
     partition, dataset = prepare(opened), opened.dataset()
     train, heldout = len(dataset.split("train")), len(dataset.split("heldout"))
@@ -211,9 +209,8 @@ def test_a_campaign_leaves_them_out_and_shows_the_doubtful(
     islands = [DataSet.open(opened.store, f"islands/{k}/data") for k in range(2)]
     shown = {name for island in islands for name in island.ids}
     assert shown == {dataset.ids[n] for n in range(len(dataset)) if dataset.weights[n]}
-    shown = command(capsys, "data", "show", made)
-    assert "7 of weight 0" in shown.out
+    assert "7 of weight 0" in run("data", "show", made).out
     with Image.open(made / "reports/duplicates.png") as sheet:
         assert sheet.width > 12 * 64 * 0.9
-    refused(command(capsys, "data", "dedupe", made), "partitioned already")
-    assert command(capsys, "data", "audit", made).code == 0
+    refused(run("data", "dedupe", made), "partitioned already")
+    assert run("data", "audit", made).code == 0

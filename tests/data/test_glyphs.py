@@ -55,14 +55,13 @@ def test_the_same_options_give_the_same_rows() -> None:
     assert [row.id for row in rows(first, 10, 20)] == [row.id for row in rows(first)][10:20]
 
 
-@pytest.mark.parametrize("side", [CANVAS, 16])
-def test_no_picture_is_in_two_groups(side: int) -> None:
-    """Nor as small as the quickstart ingests them."""
+def test_no_picture_is_in_two_groups() -> None:
+    """Not even as small as the quickstart ingests them: those that are equal are so at this size too."""
     found = rows(GlyphSource(GlyphOptions(characters="basic", faces="dejavu")))
     pictures: dict[bytes, set[str]] = {}
     for row in found:
         assert row.image is not None and row.group is not None
-        seen = row.image.resize((side, side), Image.Resampling.LANCZOS)
+        seen = row.image.resize((16, 16), Image.Resampling.LANCZOS)
         pictures.setdefault(seen.tobytes(), set()).add(row.group)
     assert {len(groups) for groups in pictures.values()} == {1}
     group = {row.caption: row.group for row in found}

@@ -20,7 +20,6 @@ from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
 from atoll.data.formats import Reject
 from atoll.data.ingest import IngestJob, safe_id
-from atoll.data.job import ColumnJob
 from atoll.data.settings import GlyphOptions, IngestConfig
 from atoll.data.sources.glyphs import GlyphSource
 from atoll.data.sources.record import Record
@@ -302,20 +301,6 @@ def test_parts_make_the_data_set_though_one_is_lost(
     assert len(made) == settled + (lost is not None)
     work(1)  # after the end a part costs a look
     assert tree(tmp_path / "store") == tree(serial)
-
-
-def test_parts_of_a_column(glyphs: DataSet) -> None:
-    calls = list[int]()
-
-    def compute(shard: int) -> dict[str, Tensor]:
-        calls.append(shard)
-        return {"values": torch.full((glyphs.shards[shard].rows,), shard)}
-
-    ColumnJob(glyphs, "x", {}, compute).write_part(Part(1, 2))
-    assert calls == [1] and not glyphs.has_column("x")
-    ColumnJob(glyphs, "x", {}, compute).run()
-    ColumnJob(glyphs, "x", {}, compute).write_part(Part(0, 1))
-    assert calls == [1, 0, 2] and glyphs.column("x").read([0, 20, 39]).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("text", ["", "1", "1/0", "0x1/2", "-1/2", "1/2/3", "a/b"])
