@@ -79,11 +79,8 @@ def test_pickle_and_unknown_kinds_are_refused_before_they_are_read(
     marker = tmp_path / "ran"
     (tmp_path / "d").mkdir()
     (tmp_path / "d/train.pkl").write_bytes(f"cpathlib\nPath\n(S'{marker}'\ntR.".encode())
-    for name, words in [
-        ("train.pkl", "cannot open"),
-        ("d.py", "cannot open"),
-        ("a.csv", "of the kind 'csv'"),
-    ]:
+    refused = {"train.pkl": "cannot open", "d.py": "cannot open", "a.csv": "of the kind 'csv'"}
+    for name, words in refused.items():
         next((tmp_path / "d").iterdir()).rename(tmp_path / "d" / name)
         with pytest.raises(DataError, match=words):
             open_hub(f"hf://{tmp_path}/d", RowOptions())
@@ -113,10 +110,7 @@ def test_an_arrow_file_cannot_name_files_of_this_machine(
 @pytest.mark.slow
 def test_the_hub(tmp_path: Path) -> None:
     """A branch is told by its commit; that commit stays what it is; half answers are asked for again."""
-    tree = {
-        "train-0.parquet": parquet(tmp_path, 0, 30),
-        "train-1.parquet": parquet(tmp_path, 30, 9),
-    }
+    tree = {"train-0.parquet": parquet(tmp_path, 0, 30), "train-1.parquet": parquet(tmp_path, 30, 9)}
     moved = {"train-0.parquet": parquet(tmp_path, 50, 3)}
     names = ["main", FIRST, SECOND, "3" * 40, "main?split=test"]
     with hub.serve({FIRST: tree, SECOND: moved}, FIRST) as served:
