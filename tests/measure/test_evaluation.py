@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from atoll.base.errors import DataError
 from atoll.base.pictures import to_images
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol
@@ -138,7 +137,6 @@ def test_models_that_are_not_there(made: Path, net: Path, run: Run) -> None:
         (["--model", "student"], "has no student yet"),
         (["--routing", "top1"], "top1"),
         (["--guidance", "nan"], "'guidance' in the generation"),
-        (["--metrics", "fidd"], "unknown metric 'fidd'"),
         (["--list"], "has no results"),
     ):
         refused(run(*of_model(made, net, *more)), word)
@@ -165,24 +163,8 @@ def test_models_of_a_campaign(folder: Path, net: Path, run: Run) -> None:
     assert "warning: routing differs: top-1, none; do not compare" in text
 
 
-@pytest.mark.slow
-def test_three_workers_draw_what_one_process_draws(made: Path, net: Path, tmp_path: Path) -> None:
-    points = []
-    more = ["--routing", "once", "--metrics", "frechet,kid,coverage", "--samples", "40"]
-    more += ["--set", "evaluate.batch=4", "--set", "evaluate.threads=1"]
-    for workers in (1, 3):
-        folder = Path(shutil.copytree(made, tmp_path / str(workers)))
-        done = atoll(*of_model(folder, net, *more, "--workers", str(workers)))
-        assert done.returncode == 0, done.stderr
-        points.append(result(folder))
-        assert not list((folder / "reports/work").iterdir())
-        for name in ("seconds", "draw_seconds"):
-            del points[-1]["cost"][name]
-    assert points[0] == points[1]
-
-
-def test_parts_of_other_settings_are_not_taken(
-    folder: Path, net: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+def test_parts_give_the_bits_of_one_process_and_those_of_other_settings_are_not_taken(
+    made: Path, folder: Path, net: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts with 2 steps are of no use for 3 steps, another batch or extractor, and of all use for 2."""
     seen = list[int]()
@@ -193,7 +175,8 @@ def test_parts_of_other_settings_are_not_taken(
         return real(self, part, batch)
 
     monkeypatch.setattr(Drawn, "batches", noted)
-    how = ["--set", "evaluate.batch=4", "--samples", "40", "--metrics", "frechet"]
+    how = ["--set", "evaluate.batch=4", "--samples", "40", "--routing", "once"]
+    how += ["--metrics", "frechet,kid,coverage"]
     for number in (1, 2, 3):
         assert run(*of_model(folder, net, *how, "--steps", "2", "--part", f"{number}/3")).code == 0
     assert sorted(seen) == [0, 16, 32] and not (folder / "reports/evaluate").exists()
@@ -203,9 +186,15 @@ def test_parts_of_other_settings_are_not_taken(
         more = ["--set", f"evaluate.batch={batch}", "--steps", str(steps), "--part", "1/1"]
         assert run(*of_model(folder, of, *how, *more)).code == 0 and len(seen) == 3 - (batch == 5)
     seen.clear()
-    answer = run(*of_model(folder, net, *how, "--steps", "2"))
-    assert answer.code == 0 and seen == []
-    assert result(folder)["protocol"]["steps"] == 2
+    assert run(*of_model(folder, net, *how, "--steps", "2")).code == 0 and seen == []
+    whole = Path(shutil.copytree(made, tmp_path / "whole"))
+    assert run(*of_model(whole, net, *how, "--steps", "2")).code == 0
+    assert not list((whole / "reports/work").iterdir())
+    points = [result(folder), result(whole)]
+    for point in points:
+        for name in ("seconds", "draw_seconds"):
+            del point["cost"][name]
+    assert points[0] == points[1] and points[0]["protocol"]["steps"] == 2
     refused(run(*of_model(folder, net, "--part", "3 of 4")), "--part '3 of 4' is no part of the shards")
 
 
@@ -309,13 +298,6 @@ def test_everything_that_decides_a_result_changes_its_key() -> None:
 def test_weights_in_another_type_are_another_subject() -> None:
     assert stored_as(Residency(experts=2)) == {} != stored_as(Residency(dtype="bf16"))
     assert stored_as(Residency(dtype="int8", keep=("a",))) == {"stored": "int8 but a"}
-
-
-def test_a_report_comes_back() -> None:
-    again = MeasuredPoint.of_json(point_of().to_json(), "here")
-    assert again == point_of() and again.key == point_of().key
-    with pytest.raises(DataError, match="here is of atoll/point 2, this Atoll reads"):
-        MeasuredPoint.of_json({**point_of().to_json(), "format": "atoll/point 2"}, "here")
 
 
 def test_like_results_stand_in_one_table_in_peace() -> None:
