@@ -1,7 +1,6 @@
 """One campaign that all tests of measuring share: trained, with milestones, pretraining and a monolith."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import pytest
 
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
-from helpers import Answer, assembled
+from helpers import Run, assembled
 from helpers_extractors import save_dinov2, save_pictures
 
-Command = Callable[..., Answer]
 TOY: dict[str, Any] = {
     "data": {"ingest": {"heldout": 0.25, "test": 0.15, "glyphs": {"limit": 160}}},
     "train": {"milestones": 4, "previews": 0},
@@ -51,7 +49,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def staged(run: Command) -> Command:
+def staged(run: Run) -> Run:
     """A stage of the command by its name, with settings."""
     return lambda stage, folder, *settings: run(
         stage, folder, *(part for setting in settings for part in ("--set", setting))
@@ -59,6 +57,6 @@ def staged(run: Command) -> Command:
 
 
 @pytest.fixture
-def compare(staged: Command) -> Command:
+def compare(staged: Run) -> Run:
     """`atoll compare` of a folder, with settings."""
     return lambda folder, *settings: staged("compare", folder, *settings)

@@ -282,11 +282,10 @@ def test_pictures_that_are_no_numbers_are_not_measured(
     folder: Path, net: Path, run: Run, staged: Run
 ) -> None:
     """They would be grey, and a broken model would have a distance like any other."""
-    for n in range(2):
-        of_no_number(folder / f"islands/{n}/expert")
-        shutil.rmtree(folder / f"islands/{n}/run")
+    of_no_number(folder / "islands/1/expert")
+    shutil.rmtree(folder / "islands/1/run")
     assert run("assemble", folder).code == 0
-    for stage, words in (("compare", "holds NaN"), ("diagnose", "gives NaN")):
+    for stage, words in (("compare", "holds NaN"), ("diagnose", "expert 1 gives NaN or infinity")):
         sets = "diagnose.rows=8", f"diagnose.extractor={net}", "diagnose.extractor_size=28"
         refused(staged(stage, folder, *sets), words)
     assert not (folder / "reports/compare.json").exists()
@@ -535,11 +534,8 @@ def test_correlations_have_known_answers() -> None:
     a, b = rng.normal(size=(2, 5, 30))
     expected = [np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)]
     assert correlations(a, b) == pytest.approx(expected, abs=1e-12)
-
-
-def test_unsigned_bytes_do_not_wrap_around() -> None:
-    dark, light = np.array([[0, 255, 0, 255]], dtype=np.uint8), np.array([[255, 0, 255, 0]], dtype=np.uint8)
-    assert correlations(dark, light) == pytest.approx([-1])
+    dark = np.array([[0, 255, 0, 255]], dtype=np.uint8)
+    assert correlations(dark, dark[:, ::-1]) == pytest.approx([-1])  # unsigned bytes do not wrap around
 
 
 def test_partners_are_others_of_the_group_and_nobody_is_taken_twice() -> None:
@@ -617,16 +613,8 @@ def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: in
 
 # In parts. `PARTED` makes three shards of a point.
 
-PARTED = [
-    "samples=40",
-    "batch=4",
-    "steps=3",
-    "guidances=[1,3]",
-    "sweep=[top-1,once]",
-    "curve=true",
-    "shown=2",
-]
-SET = [word for setting in PARTED for word in ("--set", f"compare.{setting}")]
+PARTED = "samples=40 batch=4 steps=3 guidances=[1,3] sweep=[top-1,once] curve=true shown=2"
+SET = [word for setting in PARTED.split() for word in ("--set", f"compare.{setting}")]
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:

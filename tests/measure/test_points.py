@@ -127,15 +127,10 @@ class Grey:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 30, 200])
-def test_rows_are_by_number_and_the_extractor_never_sees_few(store: Store, batch: int) -> None:
+def test_rows_and_captions_are_by_number_and_the_extractor_never_sees_few(store: Store, batch: int) -> None:
     encoder = Grey()
-    rows = extraction(store, Shuffled(150), cast(VisionEncoder, encoder), "greys", batch)
-    assert Features.of(rows.whole()).rows[:, 0].tolist() == list(range(150))
-    assert min(encoder.seen) >= FEW and max(encoder.seen) <= 64
-
-
-def test_captions_are_read_with_their_pictures(store: Store) -> None:
-    rows = extraction(store, Shuffled(90), cast(VisionEncoder, Grey()), "greys", 9, captions=True)
+    rows = extraction(store, Shuffled(150), cast(VisionEncoder, encoder), "greys", batch, captions=True)
     found = Features.of(rows.whole())
+    assert found.rows[:, 0].tolist() == list(range(150))
     assert found.texts is not None and (found.texts[:, 0] == 2 * found.rows[:, 0]).all()
-    assert found.rows[:, 0].tolist() == list(range(90))
+    assert min(encoder.seen) >= FEW and max(encoder.seen) <= 64

@@ -48,9 +48,8 @@ def test_parts_make_every_shard_once_and_the_whole_makes_none_again(store: Store
     again = rows.whole()
     assert made == [] and all(torch.equal(again[name], whole[name]) for name in whole)
     assert whole["square"].tolist() == [n * n for n in range(100)]
-    assert bytes(whole["letter"].tolist()) == b"ABCDEFGHIJ" and whole["first"].tolist() == [
-        *range(0, 100, 16)
-    ]
+    assert bytes(whole["letter"].tolist()) == b"ABCDEFGHIJ"
+    assert whole["first"].tolist() == [*range(0, 100, 16)]
     rows.tidy()
     assert store.list("reports/work") == []
 

@@ -285,12 +285,6 @@ def test_a_partial_ensemble_leaves_the_missing_expert_out() -> None:
     assert (one["rows"], one["accuracy"]) == (4, pytest.approx(0.25))
 
 
-def test_an_expert_that_is_broken_is_named() -> None:
-    ensemble = Bank([Constant(0.0), Constant(float("nan"))], Fixed([0.5, 0.5]))
-    with pytest.raises(DataError, match="expert 1 gives NaN or infinity"):
-        errors_of(ensemble, None, rows([0], [0.0]), [1, 1], config())
-
-
 def test_one_expert_has_nobody_to_differ_from() -> None:
     tables = errors_of(Bank([Constant(1.0)], Fixed([1.0])), None, rows([0, 0], [1.0, 0.0]), [2], config())
     assert found(tables["errors"], t=1.0, cluster="all", model="others")["error"] is None
@@ -559,15 +553,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], wo
         config(**settings)
 
 
-QUICK = [
-    "diagnose.samples=16",
-    "diagnose.probed=5",
-    "diagnose.steps=3",
-    "diagnose.rows=60",
-    "diagnose.batch=20",
-    "diagnose.times=[0.25, 1.0]",
-    "diagnose.threads=1",
-]
+def named(settings: str) -> list[str]:
+    return [f"diagnose.{setting}" for setting in settings.split()]
+
+
+QUICK = named("samples=16 probed=5 steps=3 rows=60 batch=20 times=[0.25,1.0] threads=1")
 
 
 @pytest.fixture
@@ -586,7 +576,8 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def test_tables_are_written_once_per_parts_and_settings(folder: Path, diagnose: Run) -> None:
-    said = diagnose(folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
+    how = named("splits=[heldout,train] quantile=0.999")
+    said = diagnose(folder, *how)
     assert said.code == 0 and "router: accuracy" in said.out and "error of monolith" in said.out
     found = json.loads((folder / "reports/diagnostics.json").read_text())
     assert set(found["parts"]) == {"experts/0", "experts/1", "router", "monolith"} and found["missing"] == []
@@ -615,29 +606,22 @@ def test_tables_are_written_once_per_parts_and_settings(folder: Path, diagnose: 
             with Image.open(folder / key) as picture:
                 picture.load()
 
-    again = diagnose(folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999")
-    assert again.out == "diagnose: finished already\n"
-    other = diagnose(
-        folder, "diagnose.splits=[heldout, train]", "diagnose.quantile=0.999", "diagnose.batch=7"
-    )
-    assert other.out == "diagnose: finished already\n"
+    for again in ([], ["diagnose.batch=7"]):
+        assert diagnose(folder, *how, *again).out == "diagnose: finished already\n"
     assert "finished" not in diagnose(folder, "diagnose.samples=0").out
     assert "usage" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
 
 
-@pytest.mark.parametrize("change", ["diagnose.batch=7", "sampling.residency.experts=1"])
-def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(
-    folder: Path, diagnose: Run, change: str
-) -> None:
-    rows = []
-    for setting in ("diagnose.batch=1000", change):
+def test_numbers_do_not_depend_on_batches_or_on_where_experts_lie(folder: Path, diagnose: Run) -> None:
+    found = []
+    for setting in ("diagnose.batch=1000", "diagnose.batch=7", "sampling.residency.experts=1"):
         (folder / "reports/diagnostics.json").unlink(missing_ok=True)
         assert diagnose(folder, setting).code == 0
         names = ("errors", "usage", "stability", "lipschitz", "landing")
-        rows.append([v for name in names for r in table(folder, name) for v in r.values()])
-    assert len(rows[0]) == len(rows[1])
-    for one, other in zip(*rows, strict=True):
-        assert one == (pytest.approx(other, rel=1e-4, abs=1e-6) if isinstance(other, float) else other)
+        found.append([v for name in names for r in table(folder, name) for v in r.values()])
+    for values in found[1:]:
+        for one, other in zip(found[0], values, strict=True):
+            assert one == (pytest.approx(other, rel=1e-4, abs=1e-6) if isinstance(other, float) else other)
 
 
 def test_a_partial_ensemble_is_told(folder: Path, diagnose: Run) -> None:
@@ -677,14 +661,10 @@ def test_without_held_out_rows_it_says_what_to_do(folder: Path, diagnose: Run) -
     dataset.write_column("split", {"name": "none held out"}, lambda n: {"values": everything[n]})
     partition = folder / "partition/partition.json"
     tree = json.loads(partition.read_text())
-    tree |= {
-        "sizes": [sum(rows) for rows in zip(tree["sizes"], tree["heldout"], strict=True)],
-        "heldout": [0, 0],
-    }
-    partition.write_text(json.dumps(tree))
+    sizes = [sum(rows) for rows in zip(tree["sizes"], tree["heldout"], strict=True)]
+    partition.write_text(json.dumps({**tree, "sizes": sizes, "heldout": [0, 0]}))
     refused(diagnose(folder), "no held-out rows", "diagnose.splits=[train]")
-    said = diagnose(folder, "diagnose.splits=[train]", "diagnose.conditions=train")
-    assert said.code == 0
+    assert diagnose(folder, "diagnose.splits=[train]", "diagnose.conditions=train").code == 0
     assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]
 
 
@@ -693,9 +673,8 @@ def test_three_workers_diagnose_to_the_bit_what_one_process_does(
     made: Path, net: Path, tmp_path: Path
 ) -> None:
     """The extractor is another one than the partition's, so features of real pictures are shared too."""
-    sets = ["samples=40", "batch=4", "probed=20", "steps=3", "rows=30", "times=[0.5,1.0]"]
-    sets += ["extractor_size=28", f"extractor={net}", "threads=1"]
-    argv = [word for setting in sets for word in ("--set", f"diagnose.{setting}")]
+    sets = named("samples=40 batch=4 probed=20 steps=3 rows=30 times=[0.5,1.0] extractor_size=28 threads=1")
+    argv = [word for setting in (*sets, f"diagnose.extractor={net}") for word in ("--set", setting)]
     results = []
     for workers in ("1", "3"):
         folder = Path(shutil.copytree(made, tmp_path / workers))
@@ -716,9 +695,9 @@ def test_parts_leave_nothing_to_make(
     folder: Path, net: Path, diagnose: Run, run: Run, monkeypatch: pytest.MonkeyPatch, column: bool
 ) -> None:
     """Who comes after all parts asks no network; by the partition's column of features, or without one."""
-    sets = ["samples=40", "batch=4", "probed=20", "steps=2", "rows=30", "times=[0.5]"]
-    sets += [] if column else [f"extractor={net}", "extractor_size=28"]
-    argv = [word for setting in sets for word in ("--set", f"diagnose.{setting}")]
+    sets = named("samples=40 batch=4 probed=20 steps=2 rows=30 times=[0.5]")
+    sets += [] if column else [f"diagnose.extractor={net}", "diagnose.extractor_size=28"]
+    argv = [word for setting in sets for word in ("--set", setting)]
     for number in (1, 2):
         assert run("diagnose", folder, *argv, "--part", f"{number}/2").code == 0
     assert not (folder / "reports/diagnostics.json").exists()
@@ -729,5 +708,5 @@ def test_parts_leave_nothing_to_make(
     for name in ("answers_of", "generate", "reactions", "encoded"):
         monkeypatch.setattr(stage, name, refuse)
     monkeypatch.setattr("atoll.measure.pictures.encoded", refuse)
-    assert diagnose(folder, *(f"diagnose.{setting}" for setting in sets)).code == 0
+    assert diagnose(folder, *sets).code == 0
     assert "nearest" in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]

@@ -66,8 +66,6 @@ def test_metrics_are_named() -> None:
     assert "clip-score" in parse("all", "clip") and "clip-score" not in parse("all", "dinov2")
     assert "frechet-excess" in parse("all", "dinov2")
     assert "frechet-excess" not in parse("all", "dinov2", trained=False)
-    with pytest.raises(ConfigError, match="frechet-excess needs the training pictures of a campaign"):
-        parse("frechet-excess", "dinov2", trained=False)
 
 
 def test_the_excess_is_over_the_distance_of_training_pictures() -> None:
@@ -99,9 +97,7 @@ def test_a_picture_finds_its_caption_among_a_hundred() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("precison", "unknown metric 'precison': did you mean 'precision'?"),
         ("", "unknown metric ''"),
-        ("fid", "FID is the distance on Inception's features"),
         ("clip-score", "clip-score needs clip as its extractor"),
         ("caption-found", "caption-found needs clip as its extractor"),
     ],
@@ -114,10 +110,6 @@ def test_metrics_that_do_not_exist(names: str, words: str) -> None:
 
 def test_too_few_pictures_are_told_before_the_work() -> None:
     settings_of(["frechet", "recall"], replace(HOW, samples=9, references=9))
-    with pytest.raises(
-        DataError, match="64 reference pictures for 64 dimensions: the covariance is singular"
-    ):
-        settings_of(["frechet"], replace(HOW, components=64, samples=100, references=64))
     for name in ("coverage", "kid", "cmmd"):
         with pytest.raises(DataError, match="5 samples are too few"):
             settings_of([name], replace(HOW, samples=5))

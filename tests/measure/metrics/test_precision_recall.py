@@ -5,7 +5,7 @@ import pytest
 
 from atoll.base.errors import DataError
 from atoll.measure.metrics import precision_recall
-from atoll.measure.metrics.precision_recall import neighbourhoods, radii
+from atoll.measure.metrics.precision_recall import neighbourhoods
 
 
 def drawn(seed: int, n: int = 70, d: int = 3, shift: float = 0.0) -> np.ndarray:
@@ -60,18 +60,6 @@ def test_a_sample_that_is_a_neighbour_is_on_the_edge(d: int) -> None:
     y = drawn(1, 60, d, shift=2.0)
     found, expected = neighbourhoods(y[:20], y), brute(y[:20], y)
     assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_set_against_itself() -> None:
-    x = drawn(0)
-    found = neighbourhoods(x, x)
-    assert found["precision"] == found["recall"] == found["coverage"] == 1.0
-    assert found["density"] == pytest.approx(1.0, abs=0.5)
-
-
-def test_radii_leave_out_the_row_itself_and_keep_its_copies() -> None:
-    x = np.array([[0], [0], [3], [7]], np.float32)
-    np.testing.assert_allclose(radii(x, 2).numpy(), [[0, 9], [0, 9], [9, 9], [16, 49]], atol=1e-12)
 
 
 def test_too_few_pictures_are_refused() -> None:
