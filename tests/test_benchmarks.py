@@ -161,9 +161,24 @@ def compared(rows: dict[str, float], **more: Any) -> Comparison:
 
 
 def test_campaigns_are_held_against_their_own_monolith(bench: Bench) -> None:
+    """Also in what all of them measured beyond the table."""
+
+    def tables(guidance: float, ratio: float, mean: float, share: float | None, how: str) -> ComparisonTables:
+        best = BestRow.model_construct(model="once", guidance=guidance, ratio=ratio)
+        base = BestRow.model_construct(model="monolith", guidance=3.0, ratio=None)
+        pair = PairRow.model_construct(strategy="once", space="pixels", partner="same noise", mean=mean)
+        reach = ReachRow.model_construct(model="once", of_monolith=share, how=how)
+        return ComparisonTables.model_construct(best=(base, best), reach=(reach,), pairs=(pair,))
+
     spent = {"monolith": 100.0, "experts": 90.0, "router": 4.0, "pretrain": 5.0}
-    pairs = ((10.0, 8.0), (20.0, 19.0), (40.0, 40.0))
-    found = [compared({"monolith": m, "once": d}, train_flops=spent) for m, d in pairs]
+    found = [
+        compared({"monolith": m, "once": d}, train_flops=spent).model_copy(update={"tables": tables(*values)})
+        for m, d, *values in (
+            (10.0, 8.0, 2.0, 0.8, 0.5, 0.4, "between points"),
+            (20.0, 19.0, 3.0, 0.7, 0.7, None, "never"),
+            (40.0, 40.0, 2.0, 0.9, 0.6, 0.5, "at the first point"),
+        )
+    ]
     lines = by_name(bench("campaigns").table(found, "monolith"))
     ratio = lines["once", "distance / monolith"]
     assert (ratio["value"], ratio["spread"]) == (0.95, [0.8, 1.0])
@@ -172,33 +187,14 @@ def test_campaigns_are_held_against_their_own_monolith(bench: Bench) -> None:
     assert apart["value"] == -1.0 and apart["spread"] == pytest.approx([-1 - half, -1 + half], abs=1e-5)
     assert lines["ensemble", "training FLOPs / monolith"]["value"] == 0.99
     assert lines["once", "distance"]["spread"] == [8.0, 40.0]
-    over = by_name(bench("campaigns").table(found, "once"))
-    assert ("monolith", "distance / once") in over and ("once", "distance / monolith") not in over
-
-
-def test_campaigns_tell_what_all_of_them_measured_beyond_the_table(bench: Bench) -> None:
-    def tables(guidance: float, ratio: float, mean: float, share: float | None, how: str) -> ComparisonTables:
-        best = BestRow.model_construct(model="once", guidance=guidance, ratio=ratio)
-        base = BestRow.model_construct(model="monolith", guidance=3.0, ratio=None)
-        pair = PairRow.model_construct(strategy="once", space="pixels", partner="same noise", mean=mean)
-        reach = ReachRow.model_construct(model="once", of_monolith=share, how=how)
-        return ComparisonTables.model_construct(best=(base, best), reach=(reach,), pairs=(pair,))
-
-    found = [
-        compared({"monolith": 1.0}).model_copy(update={"tables": tables(*values)})
-        for values in (
-            (2.0, 0.8, 0.5, 0.4, "between points"),
-            (3.0, 0.7, 0.7, None, "never"),
-            (2.0, 0.9, 0.6, 0.5, "at the first point"),
-        )
-    ]
-    lines = by_name(bench("campaigns").table(found, "monolith"))
     assert lines["once", "distance / monolith, each at its best"]["value"] == 0.8
     assert lines["once", "best guidance"]["spread"] == [2.0, 3.0]
     assert lines["once, pixels, same noise", "correlation with the monolith's pictures"]["value"] == 0.6
     (reach,) = (line for line in lines.values() if "final distance" in line["metric"])
     assert reach["metric"].endswith("at most, in 2 of 3") and reach["value"] == pytest.approx(0.45)
-    assert len(lines) == 6, "the monolith has a best guidance and no ratio"
+    assert len(lines) == 10, "the monolith has a best guidance and no ratio"
+    over = by_name(bench("campaigns").table(found, "once"))
+    assert ("monolith", "distance / once") in over and ("once", "distance / monolith") not in over
 
 
 def test_the_distillation_benchmark_pairs_by_campaign(bench: Bench, tmp_path: Path) -> None:
@@ -460,12 +456,8 @@ def test_both_sides_of_the_evaluation_benchmark_find_the_same(bench: Bench) -> N
     assert targets == [{"op": "<=", "value": value} for value in (1.0, 1e-4, 1.0)]
 
 
-@pytest.fixture
-def training(bench: Bench) -> Any:
-    return bench("training")
-
-
-def test_every_turn_of_the_training_loop_writes_one_checkpoint(training: Any) -> None:
+def test_every_turn_of_the_training_loop_writes_one_checkpoint(bench: Bench) -> None:
+    training = bench("training")
     found = training.measure(**TINY)
     assert found["checkpoints"] == 1.0
     assert len(found["whole"]) == len(found["bare"]) == 2
@@ -475,8 +467,9 @@ def test_every_turn_of_the_training_loop_writes_one_checkpoint(training: Any) ->
     assert ratio["met"] is (ratio["value"] <= 1.05)
 
 
-def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(training: Any, tmp_path: Path) -> None:
+def test_the_bare_loop_takes_the_very_step_of_the_whole_loop(bench: Bench, tmp_path: Path) -> None:
     """Without clipping, both lose the same on the same batch: nothing that costs time was left out."""
+    training = bench("training")
     settings = NetworkConfig(family="dit", patch=2, depth=1, heads=1, head_width=8)
     dataset = training.random_latents(Store.open(tmp_path), 4)
     make = training.maker(settings, TrainConfig(batch=8, threads=1), dataset, 100)
@@ -595,17 +588,8 @@ def test_islands_on_two_nodes_of_ray_lose_nothing_though_some_are_killed(call: C
 
 def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines]) -> None:
     found = call("gpu", "--device", "cpu", "--quick")
-    assert {case.split(",")[0] for case, _ in found} == {
-        "ceiling",
-        "step",
-        "rows",
-        "sampling",
-        "swapped",
-        "storage",
-        "checkpoint",
-        "encoding",
-        "serving",
-    }
+    cases = "ceiling step rows sampling swapped storage checkpoint encoding serving"
+    assert {case.split(",")[0] for case, _ in found} == {*cases.split()}
     assert all(math.isfinite(line["value"]) and line["value"] > 0 for line in found.values())
 
 

@@ -2,11 +2,11 @@
 
 import ast
 import contextlib
+import gzip
 import importlib.util
 import io
 import json
 import sys
-import tarfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from PIL import Image
 
 import atoll
 from helpers import ROOT
+from helpers_data import packed
 
 RED = (255, 0, 0)
 
@@ -46,11 +47,7 @@ def picture(side: int, suffix: str) -> bytes:
 
 
 def package(path: Path, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(f"package/{name}")
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
+    path.write_bytes(gzip.compress(packed((f"package/{name}", files[name]) for name in files)))
 
 
 def packages(folder: Path, prepare: ModuleType) -> None:

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from atoll.base.errors import DataError
-from atoll.report.page import write_report
 from report.campaigns import Builder, table
 from report.pages import Page
 
@@ -59,16 +57,3 @@ def test_a_pair_without_both_pictures_is_left_out_and_names_are_text(swept: Buil
     page = Page.of(swept.beyond(pairs=pairs))
     text = "".join(page.text().split())
     assert "<b>x" not in page.html and "<b>xpixels–––––" in text and page.wrong == []
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
-    [
-        ("guidance", table("model guidance", [("once", "much")]), "guidance.*valid number"),
-        ("curve", table("model", [("once",)]), "share"),
-    ],
-)
-def test_tables_of_another_form_are_one_line(swept: Builder, name: str, rows: dict[str, Any], words: str):
-    with pytest.raises(DataError, match=words) as error:
-        write_report(swept.beyond(**{name: rows}).store)
-    assert "\n" not in str(error.value)

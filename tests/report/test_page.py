@@ -396,12 +396,8 @@ def test_all_that_was_measured_is_shown(swept: Builder):
     assert tables["reach"][0]["of_monolith"] == 0.9375
 
 
-SETS = (
-    "--set=partition.method=random",
-    "--set=partition.k=2",
-    "--set=condition=none",
-    "--set=network.family=dit",
-)
+CUT = "partition.method=random partition.k=2 condition=none network.family=dit"
+SETS = [f"--set={setting}" for setting in CUT.split()]
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"
 
 
