@@ -13,8 +13,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.expert import Expert
 from atoll.model.generation import Residency
 from atoll.model.residency import ResidentExperts
-from atoll.networks.families import family, kept_buffers
-from atoll.networks.settings import DataShape
+from atoll.networks.families import FAMILIES, family, kept_buffers
 from atoll.store.store import Conflict, Store
 from helpers_networks import CLASSES, TEXT, card, conditions, denoiser, expert, noise, router
 
@@ -62,45 +61,31 @@ def test_of_pixels_an_eps_expert_says_what_pixels_can_be() -> None:
 # Publication.
 
 
-def write(store: Store, prefix: str, shape: DataShape = CLASSES) -> Expert:
-    e = expert(3, shape)
-    weights = dict(e.network.named_parameters())
-    about = card(family=e.family, shape=vars(shape))
-    Checkpoint(store, prefix).write(e.network, weights, about)
-    return e
+def write(store: Store) -> None:
+    network = denoiser(3, CLASSES)
+    Checkpoint(store, "a").write(network, dict(network.named_parameters()), card())
 
 
-@pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
-def test_a_published_expert_comes_back(shape: DataShape, tmp_path: Path) -> None:
-    store = Store.open(tmp_path)
-    assert not Checkpoint(store, "a").published
-    e = write(store, "a", shape)
-    assert Checkpoint(store, "a").published
-    back = Checkpoint(store, "a").expert()
-    x, t, cond = noise(B, shape), torch.linspace(0, 1, B), conditions(B, shape)
-    assert torch.equal(back.velocity(x, t, cond), e.velocity(x, t, cond))
-    assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
-    with pytest.raises(Conflict, match=r"card\.json exists already"):
-        write(store, "a", shape)
-    theirs = family(e.family).network_class().from_pretrained(tmp_path / "a")  # diffusers reads it too
-    weights = dict(e.network.named_parameters())
-    assert all(torch.equal(p, weights[name]) for name, p in theirs.named_parameters())
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_other_families_come_back_in_all_of_their_forms(name: str, tmp_path: Path) -> None:
-    store, e = Store.open(tmp_path), Expert(denoiser(0, name=name), name, "v", "rectified-flow")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_expert_comes_back_in_all_of_its_forms(name: str, tmp_path: Path) -> None:
+    shape = CLASSES if name == "dit" else TEXT
+    store, e = Store.open(tmp_path), Expert(denoiser(0, shape, name=name), name, "v", "rectified-flow")
     weights = dict(e.network.named_parameters()) | kept_buffers(e.network)
-    own = card(family=name, shape=vars(TEXT))
+    own = card(family=name, shape=vars(shape))
+    assert not Checkpoint(store, "a").published
     Checkpoint(store, "a").write(e.network, weights, own)
-    x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
-    expected = e.velocity(x, t, cond)
-    assert torch.equal(Checkpoint(store, "a").expert().velocity(x, t, cond), expected)
+    assert Checkpoint(store, "a").published
+    x, t, cond = noise(B, shape), torch.linspace(0, 1, B), conditions(B, shape)
+    back, expected = Checkpoint(store, "a").expert(), e.velocity(x, t, cond)
+    assert torch.equal(back.velocity(x, t, cond), expected)
+    assert not any(p.requires_grad for p in back.network.parameters()) and not back.network.training
     resident = ResidentExperts([Checkpoint(store, "a").open_lazily()], Residency(experts=1))
     assert torch.equal(resident[0].velocity(x, t, cond), expected)
-    theirs = family(name).network_class().from_pretrained(tmp_path / "a")  # type: ignore[attr-defined]
+    theirs = family(name).network_class().from_pretrained(tmp_path / "a")  # diffusers reads it too
     assert {n: v.shape for n, v in theirs.state_dict().items()} == {n: v.shape for n, v in weights.items()}
     assert all(torch.equal(v, weights[n]) for n, v in theirs.state_dict().items())
+    with pytest.raises(Conflict, match=r"card\.json exists already"):
+        Checkpoint(store, "a").write(e.network, weights, own)
 
 
 def test_a_published_router_comes_back(tmp_path: Path) -> None:
@@ -127,7 +112,7 @@ def test_a_published_router_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [Checkpoint.expert, Checkpoint.open_lazily], ids=["whole", "in place"])
 def test_weights_that_are_not_those_of_the_card_are_refused(read, harm, message: str, tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    write(store, "a")
+    write(store)
     harm(tmp_path / "a" / WEIGHTS)
     with pytest.raises(StoreError, match=message):
         read(Checkpoint(store, "a"))
@@ -135,7 +120,7 @@ def test_weights_that_are_not_those_of_the_card_are_refused(read, harm, message:
 
 def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    write(store, "a")
+    write(store)
     path = tmp_path / "a/card.json"
     for text, message in (
         (

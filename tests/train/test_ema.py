@@ -7,14 +7,6 @@ from torch import nn
 from atoll.train.state import Ema
 
 
-def network(value: float = 0.0) -> nn.Module:
-    net = nn.Linear(2, 2)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.fill_(value)
-    return net
-
-
 def set_to(net: nn.Module, value: float) -> None:
     with torch.no_grad():
         for p in net.parameters():
@@ -24,7 +16,7 @@ def set_to(net: nn.Module, value: float) -> None:
 @pytest.mark.parametrize(("half_life", "ramp"), [(500.0, 0.05), (100.0, 0.5), (0.0, 0.05), (500.0, 0.0)])
 def test_it_agrees_with_a_slow_reference(half_life: float, ramp: float) -> None:
     source = torch.Generator().manual_seed(0)
-    net, batch = network(), 16
+    net, batch = nn.Linear(2, 2), 16
     ema = Ema(net, half_life, ramp)
     slow = {n: p.detach().double().clone() for n, p in net.named_parameters()}
     for step in range(1, 101):
@@ -42,7 +34,7 @@ def test_it_agrees_with_a_slow_reference(half_life: float, ramp: float) -> None:
 
 
 def test_without_a_half_life_it_is_a_copy() -> None:
-    net = network(1.0)
+    net = nn.Linear(2, 2)
     ema = Ema(net, 0.0, 0.05)
     set_to(net, 3.0)
     ema.update(16, 16)

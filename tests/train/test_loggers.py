@@ -22,27 +22,17 @@ from atoll.train import loggers
 from atoll.train.loggers import Trackers
 from atoll.train.run import train_run
 from atoll.train.state import Guard
-from helpers import SMALL, metrics, partitioned, same_bits
+from helpers import SMALL, metrics, same_bits
+
+CHANGES = {"train": {"log_every": 2}}
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("track") / "campaign"
-    partitioned(folder, {"train": {"log_every": 2}})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without trackers."""
-    folder = Path(shutil.copytree(untouched, tmp_path_factory.mktemp("plain") / "campaign"))
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("plain") / "campaign"))
     train_run(Campaign.open(folder), "expert", 0)
     return folder
-
-
-@pytest.fixture
-def copy(untouched: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(untouched, tmp_path / "campaign"))
 
 
 def tracked(folder: Path, **settings: object) -> Campaign:

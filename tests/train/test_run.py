@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from atoll.base.errors import DataError, PartitionError
+from atoll.base.errors import PartitionError
 from atoll.base.processes import ProcessGroup
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
@@ -27,13 +25,9 @@ from helpers import entries, partitioned, write_campaign
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "objective",
-    [{"prediction": "eps", "schedule": "vp-cosine"}, {"prediction": "x0", "schedule": "ddpm-linear"}],
-)
-def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_islands_of_another_size_and_objective(tmp_path: Path) -> None:
     changes = {
-        "objective": objective,
+        "objective": {"prediction": "x0", "schedule": "ddpm-linear"},
         "islands": {1: {"network": {"depth": 2}, "train": {"batch": 8, "lr": 1e-4}}},
         "budget": {"samples": 320},
         "monolith": False,
@@ -44,27 +38,14 @@ def test_islands_of_another_size_and_objective(objective: dict, tmp_path: Path) 
     cards = [Checkpoint(campaign.store, f"islands/{k}/expert").card for k in range(2)]
     assert [card.batch for card in cards] == [16, 8]
     assert cards[1].provenance["peak_lr"] == 1e-4
-    assert (cards[1].prediction, cards[1].schedule) == tuple(objective.values())
+    assert (cards[1].prediction, cards[1].schedule) == ("x0", "ddpm-linear")
     assert cards[1].parameters > 1.3 * cards[0].parameters
     assemble(campaign)
     ensemble = Model.load(campaign.store).bank
     assert [parameter_count(e.network) for e in ensemble.experts] == [c.parameters for c in cards]  # type: ignore[union-attr]
-
-    def sample(out: str, routing: str, *sets: str) -> None:
-        own = [f"sampling.routing={routing}", "sampling.steps=4", *sets]
-        sample_campaign(Campaign.open(tmp_path / "c", own), ("0", "1"), [tmp_path / out])
-
-    sample("a.png", "full")
+    own = Campaign.open(tmp_path / "c", ["sampling.routing=full", "sampling.steps=4"])
+    sample_campaign(own, ("0", "1"), [tmp_path / "a.png"])
     assert (tmp_path / "a.png").stat().st_size > 500
-
-    # The same from one place, which the experts take turns in.
-    one_place = "sampling.residency={experts: 1, prefetch: false}"
-    sample("b.png", "full", one_place)
-    assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
-    sample("c.png", "once")
-    sample("d.png", "once", one_place)
-    pictures = [np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("c.png", "d.png")]
-    assert np.abs(pictures[0] - pictures[1]).max() <= 1  # a level of grey, where rounding decides
 
 
 def test_a_loss_in_velocity_weighs_every_sample_by_its_time(
@@ -100,16 +81,6 @@ def test_a_column_of_another_encoder_is_made_again(
     prepare(Campaign.open(folder))
     column = Campaign.open(folder).dataset().column("text")
     assert column.meta.producer["max_length"] == 12 and column.meta.max_length > 4
-
-
-def test_data_of_other_settings_are_refused(tmp_path: Path) -> None:
-    folder = write_campaign(tmp_path / "c", {"partition": {"k": 500}})
-    with pytest.raises(PartitionError, match="K = 500"):
-        prepare(Campaign.open(folder))
-    write_campaign(folder, {"data": {"ingest": {"size": 16}}})
-    with pytest.raises(DataError, match="another source or with other settings"):
-        prepare(Campaign.open(folder))
-    assert not (folder / "campaign.json").exists()
 
 
 def test_experts_start_alike_and_see_their_own_draws(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from atoll.store.log import Commit, Fenced, Log
 from atoll.store.manifest import verify
 from atoll.store.store import Store
 from atoll.train import state as module
-from atoll.train.state import Ema, Files, Guard, Saver, TrainState
-from atoll.train.state import resume as restored
+from atoll.train.state import Ema, Files, Guard, Saver, TrainState, resume
 from helpers_networks import CLASSES, TINY, conditions, noise
 
 LEARNED = {"lr": 1e-3}
@@ -49,19 +48,13 @@ def steps(state: TrainState, count: int) -> None:
         state.ema.update(state.samples, 4)
 
 
-def save(
-    store: Store, log: Log, state: TrainState, learned: dict[str, float], keep: int, milestone: bool = False
-) -> None:
-    saver = Saver(store, log, learned, keep)
+def save(store: Store, log: Log, state: TrainState, keep: int = 2, milestone: bool = False) -> None:
+    saver = Saver(store, log, LEARNED, keep)
     try:
         saver.save(state, milestone)
         saver.settle(fatal=True)
     finally:
         saver.close()
-
-
-def resume(store: Store, log: Log, state: TrainState, learned: dict[str, float]) -> bool:
-    return restored(state, store, log, learned)
 
 
 def held(store: Store, name: str = "a") -> Log:
@@ -75,9 +68,9 @@ def test_everything_comes_back_to_the_bit(store: Store) -> None:
     steps(state, 5)
     state.seconds, state.tracker = 1.25, "mine"
     assert state.guard.admits(1.5, 1.0) and not state.guard.admits(float("nan"), 1.0)
-    save(store, log, state, LEARNED, keep=2)
+    save(store, log, state)
     back = fresh(seed=9)
-    assert resume(store, held(store, "b"), back, LEARNED)
+    assert resume(back, store, held(store, "b"), LEARNED)
     assert (back.step, back.samples, back.seconds, back.tracker) == (5, 20, 1.25, "mine")
     assert back.guard.counters() == {"window": [1.5], "skipped": 1, "in_a_row": 1}
     assert blobs(back) == blobs(state)
@@ -87,36 +80,23 @@ def test_everything_comes_back_to_the_bit(store: Store) -> None:
     assert blobs(back) == blobs(state)
 
 
-def test_without_the_optimizer_the_run_would_differ(store: Store) -> None:
-    """What the test above rests on: the moments count."""
-    state, back = fresh(), fresh()
-    steps(state, 5)
-    commit = Commit(samples=20, step=5, seconds=0.0, recipe="", guard=state.guard.counters(), tracker="t")
-    saved = state.tensors() | {"optimizer.safetensors": {}}
-    back.restore(commit, [(file, tensors.items()) for file, tensors in saved.items()])
-    assert blobs(back)["weights.safetensors"] == blobs(state)["weights.safetensors"]
-    steps(state, 2)
-    steps(back, 2)
-    assert blobs(back)["weights.safetensors"] != blobs(state)["weights.safetensors"]
-
-
 def test_the_newest_whole_one_wins(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     state, log = fresh(), held(store)
     saved = {}
     for _ in range(3):
         steps(state, 1)
-        save(store, log, state, LEARNED, keep=3)
+        save(store, log, state, keep=3)
         saved[state.step] = blobs(state)
     for step, harm in ((3, lambda d: d[:-1]), (2, lambda d: d[:-1] + bytes([d[-1] ^ 1]))):
         path = store.path(f"checkpoints/{step:08d}-a/ema.safetensors")
         path.write_bytes(harm(path.read_bytes()))
         back = fresh()
-        assert resume(store, held(store, f"b{step}"), back, LEARNED)
+        assert resume(back, store, held(store, f"b{step}"), LEARNED)
         assert back.step == step - 1 and blobs(back) == saved[step - 1]
         assert "warning: checkpoint set aside" in capsys.readouterr().out
     path = store.path("checkpoints/00000001-a/weights.safetensors")
     path.unlink()
-    assert not resume(store, held(store, "c"), fresh(), LEARNED)
+    assert not resume(fresh(), store, held(store, "c"), LEARNED)
 
 
 def test_what_was_set_aside_is_said_in_the_log_and_not_tried_again(
@@ -125,19 +105,19 @@ def test_what_was_set_aside_is_said_in_the_log_and_not_tried_again(
     state, log = fresh(), held(store)
     for _ in range(2):
         steps(state, 1)
-        save(store, log, state, LEARNED, keep=1 + state.step)
+        save(store, log, state, keep=1 + state.step)
     path = store.path("checkpoints/00000002-a/COMMIT.json")
     path.write_bytes(path.read_bytes().replace(b'"samples": 8', b'"samples": 9'))
     second = held(store, "b")
     back = fresh()
-    assert resume(store, second, back, LEARNED) and back.step == 1
+    assert resume(back, store, second, LEARNED) and back.step == 1
     (aside,) = [entry for entry in second.entries() if entry.kind == "set_aside"]
     assert aside.checkpoint == "checkpoints/00000002-a" and "COMMIT.json is not what" in aside.reason
     capsys.readouterr()
-    assert resume(store, held(store, "c"), fresh(), LEARNED)
+    assert resume(fresh(), store, held(store, "c"), LEARNED)
     assert "set aside" not in capsys.readouterr().out
     steps(back, 3)
-    save(store, held(store, "d"), back, LEARNED, keep=1)
+    save(store, held(store, "d"), back, keep=1)
     assert folders(store) == {"00000002-a", "00000004-d"}
 
 
@@ -151,7 +131,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(store: Store) -> None:
     steps(state, 3)
     saver.close()  # as where the run fails meanwhile
     back = fresh()
-    assert resume(store, held(store, "b"), back, LEARNED)
+    assert resume(back, store, held(store, "b"), LEARNED)
     assert back.step == 2 and blobs(back) == then != blobs(state)
 
 
@@ -175,9 +155,9 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(
         saver.close()  # as after an error, which it does not hide
     assert "could not be saved" in capsys.readouterr().out
     steps(state, 1)
-    save(store, log, state, LEARNED, keep=2)
+    save(store, log, state)
     back = fresh()
-    assert resume(store, held(store, "b"), back, LEARNED) and back.step == 3
+    assert resume(back, store, held(store, "b"), LEARNED) and back.step == 3
 
 
 def _full(self: Store, key: str, data: bytes, mode: str) -> None:
@@ -188,23 +168,23 @@ def test_a_checkpoint_that_the_log_does_not_name_does_not_exist(store: Store) ->
     """Killed between the manifest and the log's entry, or fenced: it is not resumed from."""
     first, state = held(store, "a"), fresh()
     steps(state, 1)
-    save(store, first, state, LEARNED, keep=2)
+    save(store, first, state)
     second = held(store, "b")
     steps(state, 1)
     with pytest.raises(Fenced):
-        save(store, first, state, LEARNED, keep=2)
+        save(store, first, state)
     assert store.exists("checkpoints/00000002-a/COMMIT.json")
     back = fresh()
-    assert resume(store, second, back, LEARNED) and back.step == 1
+    assert resume(back, store, second, LEARNED) and back.step == 1
 
 
 def test_other_settings_are_refused(store: Store) -> None:
     state = fresh()
-    save(store, held(store), state, LEARNED, keep=2)
+    save(store, held(store), state)
     other = fresh(seed=3)
     before = blobs(other)
     with pytest.raises(ConfigError, match="was made with other settings"):
-        resume(store, held(store, "b"), other, {"lr": 2e-3})
+        resume(other, store, held(store, "b"), {"lr": 2e-3})
     assert blobs(other) == before
 
 
@@ -229,12 +209,12 @@ def test_large_states_lie_in_several_files(store: Store, monkeypatch: pytest.Mon
         assert re.fullmatch(r"(weights|ema|optimizer)-\d{5}-of-\d{5}\.safetensors", file)
         assert [*tensors] == sorted(tensors)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= bound
-    save(store, log, state, LEARNED, keep=2)
+    save(store, log, state)
     commit = Commit.read(store, "checkpoints/00000003-a/COMMIT.json")
     assert [entry.path for entry in commit.files] == [*several]
     monkeypatch.undo()
     back = fresh(seed=9)
-    assert resume(store, held(store, "b"), back, LEARNED) and blobs(back) == blobs(state)
+    assert resume(back, store, held(store, "b"), LEARNED) and blobs(back) == blobs(state)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -279,7 +259,7 @@ def test_older_ones_go_and_milestones_stay(store: Store, keep: int) -> None:
     state, log = fresh(), held(store)
     for step in range(1, 6):
         steps(state, 1)
-        save(store, log, state, LEARNED, keep, milestone=step == 2)
+        save(store, log, state, keep, milestone=step == 2)
         kept = set(range(max(1, step - keep + 1), step + 1)) | ({2} if step > 1 else set())
         assert folders(store) == {f"{s:08d}-a" for s in kept}
     assert {Path(key).suffix for key in store.list()} == {".json", ".safetensors"}  # nothing that runs code
@@ -299,7 +279,7 @@ def test_leavings_of_earlier_holders_go_too(store: Store) -> None:
     held(store, "dead")
     store.put("checkpoints/00000007-dead/weights.safetensors", b"half")
     state = fresh()
-    save(store, held(store, "b"), state, LEARNED, keep=2)
+    save(store, held(store, "b"), state)
     assert folders(store) == {"00000000-b"}
 
 
@@ -317,11 +297,11 @@ def test_a_holder_that_was_overtaken_removes_nothing_of_its_successor(
             overtaken.append(True)
             second, later = held(store, "b"), fresh()
             steps(later, 4)
-            save(store, second, later, LEARNED, keep=1)
+            save(store, second, later, keep=1)
             store.put("checkpoints/00000009-b/weights.safetensors", b"being written")
         return found
 
     monkeypatch.setattr(Log, "entries", hang)
-    save(store, first, state, LEARNED, keep=1)
+    save(store, first, state, keep=1)
     assert overtaken
     assert {"00000004-b", "00000009-b"} <= folders(store)

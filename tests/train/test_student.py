@@ -1,7 +1,6 @@
 """The student as a stage: planned, launched after the experts, seen by status, sampled and compared."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,7 @@ from atoll.campaign.status import Observer
 from atoll.launch.submit import plan_jobs
 from helpers import command, merged, partitioned, refused, write_campaign
 
-STUDENT = {"student": {"stock": False, "train": {"validations": 1}}}
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is partitioned, with a student, and not trained."""
-    folder = tmp_path_factory.mktemp("cut") / "campaign"
-    partitioned(folder, STUDENT)
-    return folder
-
-
-@pytest.fixture
-def copy(cut: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(cut, tmp_path / "campaign"))
+CHANGES = {"student": {"stock": False, "train": {"validations": 1}}}
 
 
 def test_the_student_waits_for_what_it_learns_from(copy: Path) -> None:
@@ -93,7 +79,7 @@ def test_a_student_is_added_to_a_campaign_that_began_without_one(
 
 
 def test_a_student_beside_a_tiny_batch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_campaign(tmp_path / "c", merged(STUDENT, {"train": {"batch": 3}}))
+    folder = write_campaign(tmp_path / "c", merged(CHANGES, {"train": {"batch": 3}}))
     refused(command(capsys, "launch", folder), "0.25 of train.batch, 3, is less than one")
     assert not (folder / "data").exists()
 
@@ -101,7 +87,7 @@ def test_a_student_beside_a_tiny_batch_is_refused(tmp_path: Path, capsys: pytest
 @pytest.mark.slow
 def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Launched, sampled, compared, reported."""
-    changes = merged(STUDENT, {"compare": {"strategies": ["top-1"], "samples": 12}})
+    changes = merged(CHANGES, {"compare": {"strategies": ["top-1"], "samples": 12}})
     folder = write_campaign(tmp_path / "c", changes)
     answer = command(capsys, "launch", folder)
     assert answer.code == 0 and (folder / "student/expert/card.json").exists(), answer
