@@ -171,31 +171,20 @@ def test_a_student_learns_from_the_ensemble(tmp_path: Path) -> None:
 
 # `oracle` is among the rows of `compare`: its labels once lay on the CPU, the router's logits on the GPU.
 COMMANDS = [
-    ["sample", "{}", "0", "1", "--out", "{}/sheet.png"],
-    ["sample", "{}", "0", "--model", "monolith", "--out", "{}/sheet.png"],
-    ["compare", "{}"],
-    ["diagnose", "{}"],
-    [
-        "evaluate",
-        "{}",
-        "--samples",
-        "40",
-        "--split",
-        "train",
-        "--extractor",
-        "pixels",
-        "--metrics",
-        "frechet,kid,precision,recall",
-    ],
-    ["report", "{}"],
-    ["export", "{}", "--to", "{}-exported"],
+    "sample {} 0 1 --out {}/sheet.png",
+    "sample {} 0 --model monolith --out {}/sheet.png",
+    "compare {}",
+    "diagnose {}",
+    "evaluate {} --samples 40 --split train --extractor pixels --metrics frechet,kid,precision,recall",
+    "report {}",
+    "export {} --to {}-exported",
 ]
 
 
 @both
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:1]))
-def test_a_command_on_a_finished_campaign(command: list[str], folder: Path, run: Run) -> None:
-    answer = run(*[word.format(folder) for word in command])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_a_command_on_a_finished_campaign(command: str, folder: Path, run: Run) -> None:
+    answer = run(*[word.format(folder) for word in command.split()])
     assert answer.code == 0, answer
 
 
@@ -210,6 +199,10 @@ def until(ready: Callable[[], object], seconds: float = 60) -> None:
 def test_served_pictures_are_the_models_own(folder: Path) -> None:
     """Requests that share a batch draw what each draws alone, within rounding."""
     events: dict[int, list[Event]] = {}
+
+    def drawn(way: Generation) -> list[Drawn]:
+        return [event for event in events[way.seed] if isinstance(event, Drawn) and event.index is None]
+
     engine = Engine({"ensemble": lambda: Model.load(folder, device=own_device())}, ServeSettings(), Metrics())
     engine.start()
     try:
@@ -218,16 +211,12 @@ def test_served_pictures_are_the_models_own(folder: Path) -> None:
         ways = [Generation(steps=steps, guidance=2.0, seed=steps) for steps in (3, 4, 5, 6)]
         for way in ways:
             engine.submit(Job("ensemble", ("1",), way, events.setdefault(way.seed, []).append, count=2))
-        until(
-            lambda: all(
-                sum(isinstance(e, Drawn) and e.index is None for e in own) == 2 for own in events.values()
-            )
-        )
+        until(lambda: all(len(drawn(way)) == 2 for way in ways))
     finally:
         engine.drain(0)
     model = Model.load(folder, device=own_device())
     for way in ways:
-        images = [e.image for e in events[way.seed] if isinstance(e, Drawn) and e.index is None]
+        images = [event.image for event in drawn(way)]
         for mine, other in zip(images, model(["1"], 2, way).images, strict=True):
             gap = np.abs(np.asarray(mine, np.int16) - np.asarray(other, np.int16))
             assert np.median(gap) <= 8

@@ -25,11 +25,6 @@ def tensors(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
-def damaged(folder: Path, name: str, data: bytes) -> Path:
-    (folder / name).write_bytes(data)
-    return folder
-
-
 @pytest.mark.parametrize("shape", [TEXT, CLASSES], ids=["pixart", "dit"])
 @pytest.mark.parametrize("layout", ["folder", "relative", "pipeline", "sharded"])
 def test_every_layout_gives_the_same_bits(layout: str, shape: DataShape, tmp_path: Path) -> None:
@@ -81,19 +76,15 @@ def test_other_classes_another_patch_and_another_depth_are_named() -> None:
 
 
 def test_a_checkpoint_of_which_nothing_fits_is_refused() -> None:
-    network = denoiser(1)
-    with pytest.raises(
-        ConfigError, match=r"none of the 2 tensors of 'c' fits the network: .* and \d+ more: give"
-    ):
-        take_over(network, {"a": torch.zeros(2), "proj_out.bias": torch.zeros(1)}, "'c'")
+    message = r"none of the 2 tensors of 'c' fits the network: .* and \d+ more: give"
+    with pytest.raises(ConfigError, match=message):
+        take_over(denoiser(1), {"a": torch.zeros(2), "proj_out.bias": torch.zeros(1)}, "'c'")
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:
     network = denoiser(1)
-    weights = {
-        **tensors(network),
-        "proj_out.bias": torch.full_like(tensors(network)["proj_out.bias"], torch.nan),
-    }
+    weights = tensors(network)
+    weights["proj_out.bias"] = torch.full_like(weights["proj_out.bias"], torch.nan)
     with pytest.raises(ConfigError, match=r"proj_out\.bias of 'c' holds numbers that are not finite"):
         take_over(network, weights, "'c'")
 
@@ -132,7 +123,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
     for name, data in files.items():
         (tmp_path / name).unlink(missing_ok=True)
         if data is not None:
-            damaged(tmp_path, name, data)
+            (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=r"cannot be used: ") as caught:
         find(str(tmp_path), tmp_path).weights()
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -141,9 +132,8 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 def test_a_folder_that_is_not_there_and_a_hub_without_network(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no folder .*/nowhere: give a folder"):
         find("./nowhere", tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"'owner/nowhere' is no folder, and as a hub name it cannot be had"
-    ) as caught:
+    message = r"'owner/nowhere' is no folder, and as a hub name it cannot be had"
+    with pytest.raises(ConfigError, match=message) as caught:
         find("owner/nowhere", tmp_path)
     assert "\n" not in str(caught.value)
 

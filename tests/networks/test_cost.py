@@ -1,4 +1,4 @@
-"""What a network costs: operations by hand and by torch's counter on the CPU, memory by real tensors."""
+"""What a network costs: operations by hand, memory by real tensors."""
 
 import functools
 import weakref
@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign.budget import denoiser_flops
@@ -22,7 +21,7 @@ from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.recipes import catalogue
 from atoll.train.state import Ema
-from helpers_networks import CLASSES, TEXT, TINY, conditions, noise
+from helpers_networks import CLASSES, TEXT, TINY
 
 
 def linear(rows: int, i: int, o: int) -> int:
@@ -83,15 +82,6 @@ def test_the_large_sizes_counted_by_hand(name: str, size: str) -> None:
     assert denoiser_flops(config, LATENTS).forward == expected
 
 
-def test_the_dit_of_the_paper() -> None:
-    """DiT-XL/2 at 256 px: 118.6 billion multiply-adds in arXiv 2212.09748, which does not count attention."""
-    shape = DataShape(channels=4, size=32, classes=1000)
-    flops = denoiser_flops(NetworkConfig(family="dit", size="XL", patch=2), shape)
-    inside = 28 * attention(256, 256, 1152)
-    assert flops.forward / 2 == pytest.approx(118.6e9, rel=0.01)
-    assert 0.03 < inside / flops.forward < 0.06
-
-
 def test_the_figures_that_plans_go_by() -> None:
     """Multiply-adds of a forward pass at 256 px, by depth, width and tokens; modulation once a sample."""
     n, d, depth = 256, 1152, 28
@@ -99,7 +89,7 @@ def test_the_figures_that_plans_go_by() -> None:
     shape = DataShape(channels=4, size=32, classes=1000)
     counted = denoiser_flops(NetworkConfig(family="dit", size="XL", patch=2), shape).forward / 2
     assert counted == pytest.approx(depth * block + 2 * n * 16 * d, rel=0.001)
-    assert counted == pytest.approx(118.7e9, rel=0.001)
+    assert counted == pytest.approx(118.7e9, rel=0.001)  # arXiv 2212.09748 says 118.6
 
     # The 3 B Flux of the recipe: text and image in one stream; queries, keys, values, four widths of MLP.
     recipe = CampaignConfig.parse(read_yaml(catalogue.text("paper-3b"), ""), "")
@@ -109,16 +99,6 @@ def test_the_figures_that_plans_go_by() -> None:
     counted = denoiser_flops(recipe.network, shape).forward / 2
     assert counted == pytest.approx(depth * block, rel=0.002)
     assert counted == pytest.approx(804e9, rel=0.002)
-
-
-def test_the_cpu_counts_the_same_but_for_attention() -> None:
-    config = NetworkConfig.parse({**TINY, "depth": 2, "patch": 2}, "")
-    adapter = family("pixart")
-    network = adapter.build(config, TEXT)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        adapter.predict(network, noise(1), torch.rand(1), conditions(1))
-    unseen = 2 * (attention(16, 16, 16) + attention(16, TEXT.text_length, 16))
-    assert denoiser_flops(config, TEXT).forward == counter.get_total_flops() + unseen
 
 
 def test_the_count_is_per_sample_and_training_costs_about_three_times() -> None:

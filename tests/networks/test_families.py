@@ -31,7 +31,6 @@ def built(name: str, size: str, patch: int = 2) -> torch.nn.Module:
 )
 def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str, millions: float) -> None:
     network = built(name, size)
-    assert next(network.parameters()).is_meta
     assert parameter_count(network) / 1e6 == pytest.approx(millions, abs=0.5)
 
 
@@ -43,6 +42,10 @@ def test_parts_of_a_preset_can_be_replaced() -> None:
 # Behaviour.
 
 B = 8
+
+
+def config(name: str, **fields: object) -> NetworkConfig:
+    return NetworkConfig.parse({**TINY, "family": name, **fields}, "")
 
 
 def call(name: str, network: torch.nn.Module, cond: Condition, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,8 +120,7 @@ def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
     from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 
     x, seen = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0)), {}
-    config = NetworkConfig.parse({**TINY, "patch": 2, "family": "flux"}, "")
-    network = family("flux").build(config, TEXT)
+    network = family("flux").build(config("flux", patch=2), TEXT)
     network.register_forward_pre_hook(lambda module, args, kw: seen.update(x=args[0], **kw), with_kwargs=True)
     out = call("flux", network, conditions(2), x)
     assert out.shape == x.shape
@@ -132,8 +134,8 @@ def test_sd3_without_padding_is_diffusers_own_computation(dual: bool) -> None:
     """Also a published one of SD3.5, some of whose blocks have a second attention, on the picture alone."""
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
-    config = NetworkConfig.parse({**TINY, "family": "sd3", "depth": 3}, "")
-    arguments = family("sd3").arguments(config, TEXT) | ({"dual_attention_layers": (0, 1)} if dual else {})
+    arguments = family("sd3").arguments(config("sd3", depth=3), TEXT)
+    arguments |= {"dual_attention_layers": (0, 1)} if dual else {}
     network = random_weights(family("sd3").load(arguments), 0)
     text = torch.randn(B, 5, 12, generator=torch.Generator().manual_seed(0))
     cond, x = Condition(text=text, mask=torch.ones(B, 5, dtype=torch.bool)), noise(B)
@@ -155,8 +157,7 @@ def test_sd3_takes_the_sides_that_it_has_positions_for() -> None:
 
 
 def test_a_variance_that_sd3_predicts_too_is_cut() -> None:
-    config = NetworkConfig.parse({**TINY, "family": "sd3"}, "")
-    network = family("sd3").load(family("sd3").arguments(config, TEXT) | {"out_channels": 6})
+    network = family("sd3").load(family("sd3").arguments(config("sd3"), TEXT) | {"out_channels": 6})
     assert call("sd3", random_weights(network, 0), conditions(B)).shape == (B, 3, 8, 8)
 
 
@@ -168,14 +169,9 @@ def test_one_network_takes_pictures_of_several_aspects(name: str) -> None:
         times = torch.tensor([0.2, 0.7])
         out = family(name).predict(network, x, times, conditions(2))
         assert out.shape == x.shape and float(out.std()) > 0.01
+        # It knows where a patch lies.
         moved = family(name).predict(network, x.roll((4, 4), (2, 3)), times, conditions(2))
-        assert not torch.allclose(
-            moved, out.roll((4, 4), (2, 3)), rtol=0, atol=1e-5
-        )  # it knows where a patch lies
-
-
-def config(**fields: object) -> NetworkConfig:
-    return NetworkConfig.parse({**TINY, **fields}, "")
+        assert not torch.allclose(moved, out.roll((4, 4), (2, 3)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -184,19 +180,13 @@ def config(**fields: object) -> NetworkConfig:
         (lambda: family("pixar"), "did you mean 'pixart'"),
         (lambda: NetworkConfig(size="mikro").dimensions(), "did you mean 'micro'"),
         *(
-            (
-                lambda name=name: family(name).build(config(family=name), CLASSES),
-                f"the {name} family needs text states",
-            )
+            (lambda n=name: family(n).build(config(n), CLASSES), f"the {name} family needs text states")
             for name in ("pixart", "sd3", "flux")
         ),
-        (lambda: family("dit").build(config(family="dit"), TEXT), "the dit family takes no text"),
-        (lambda: family("flux").build(config(family="flux", head_width=5), TEXT), "flux heads are 5 wide"),
+        (lambda: family("dit").build(config("dit"), TEXT), "the dit family takes no text"),
+        (lambda: family("flux").build(config("flux", head_width=5), TEXT), "flux heads are 5 wide"),
         *(
-            (
-                lambda name=name: call(name, denoiser(0, name=name), Condition()),
-                f"{title} was called without text",
-            )
+            (lambda n=name: call(n, denoiser(0, name=n), Condition()), f"{title} was called without text")
             for name, title in (("pixart", "PixArt"), ("sd3", "SD3"), ("flux", "Flux"))
         ),
         (
@@ -205,7 +195,7 @@ def config(**fields: object) -> NetworkConfig:
         ),
         *(
             (
-                lambda name=name, shape=shape: family(name).build(config(family=name, patch=3), shape),
+                lambda name=name, shape=shape: family(name).build(config(name, patch=3), shape),
                 "latents of 8 px do not divide into patches of 3",
             )
             for name, shape in (("dit", CLASSES), ("pixart", TEXT), ("sd3", TEXT), ("flux", TEXT))
@@ -249,9 +239,8 @@ def test_attention_gets_a_mask_only_where_a_text_is_padded(
 
 
 def test_an_argument_that_the_class_lacks_is_named() -> None:
-    config = NetworkConfig.parse({**TINY, "family": "flux", "arguments": {"guidance_embed": True}}, "")
     with pytest.raises(ConfigError, match=r"no argument 'guidance_embed'.*did you mean 'guidance_embeds'"):
-        family("flux").build(config, TEXT)
-    config = NetworkConfig.parse({**TINY, "family": "sd3", "arguments": {"dual_attention_layers": [0]}}, "")
-    settings = settings_of(family("sd3").build(config, replace(TEXT, pooled_width=20)))
+        family("flux").build(config("flux", arguments={"guidance_embed": True}), TEXT)
+    dual = config("sd3", arguments={"dual_attention_layers": [0]})
+    settings = settings_of(family("sd3").build(dual, replace(TEXT, pooled_width=20)))
     assert settings["pooled_projection_dim"] == 20 and settings["dual_attention_layers"] == [0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atoll.base.condition import Condition
 from atoll.networks.families import FAMILIES, family
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -39,11 +40,8 @@ def positions(name: str, made: Any, height: int, width: int) -> Tensor:
     hook = made.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["img_ids"]), with_kwargs=True
     )
-    from atoll.base.condition import Condition
-
-    family(name).predict(
-        made, torch.zeros(1, 4, height, width), torch.ones(1), Condition(text=torch.zeros(1, 3, 8))
-    )
+    cond = Condition(text=torch.zeros(1, 3, 8))
+    family(name).predict(made, torch.zeros(1, 4, height, width), torch.ones(1), cond)
     hook.remove()
     return seen[0].unflatten(0, (height // 2, width // 2))
 

@@ -1,12 +1,15 @@
 """What a sample brings depends on its position in the run, and on nothing else."""
 
+import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from atoll.campaign.folder import Campaign
+from atoll.campaign.initial import initial_network, initial_router
 from atoll.campaign.runs import Recipe, RunPlan
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
@@ -84,8 +87,6 @@ def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
 
 
 def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
-    from atoll.campaign.initial import initial_router
-
     rows = rows_of(campaign, "router")
     return RouterTask(initial_router(campaign, rows.recipe.plan.shape), rows, pure_noise)
 
@@ -126,8 +127,6 @@ def test_a_router_without_knowledge_is_at_the_entropy(campaign: Campaign) -> Non
 
 
 def denoiser_task(campaign: Campaign) -> DenoiserTask:
-    from atoll.campaign.initial import initial_network
-
     rows = rows_of(campaign)
     return DenoiserTask(initial_network(campaign.config.network, rows.recipe.plan.shape, 0), rows)
 
@@ -153,10 +152,6 @@ def test_validation_is_repeatable_and_on_heldout_rows(campaign: Campaign) -> Non
 
 
 def test_a_preview_is_a_picture(campaign: Campaign) -> None:
-    import io
-
-    from PIL import Image
-
     task = denoiser_task(campaign)
     kinds = [type(module) for module in task.network.modules()]
     with Image.open(io.BytesIO(task.preview())) as picture:
