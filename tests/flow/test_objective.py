@@ -28,10 +28,8 @@ def test_rectified_flow_by_hand() -> None:
 
 
 def test_loss_is_per_sample_and_at_least_float32() -> None:
-    output, goal = (
-        torch.zeros(3, 2, 4, 3),
-        torch.ones(3, 2, 4, 3) * torch.tensor([1.0, 2, 3]).view(3, 1, 1, 1),
-    )
+    goal = torch.ones(3, 2, 4, 3) * torch.tensor([1.0, 2, 3]).view(3, 1, 1, 1)
+    output = torch.zeros_like(goal)
     assert per_sample_loss(output, goal).tolist() == [1.0, 4.0, 9.0]
     low = per_sample_loss(output.bfloat16(), goal + 1e-3)  # bfloat16 would round 1.001 to 1
     assert low.dtype == torch.float32 and float(low[0]) == pytest.approx(1.002, abs=1e-5)

@@ -30,10 +30,8 @@ SHAPE = (4, 2, 3, 4)  # B == W on purpose
 
 def draw(seed: int, shape: tuple[int, ...] = SHAPE) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(shape, generator=source, dtype=torch.float64),
-        torch.randn(shape, generator=source, dtype=torch.float64),
-    )
+    one, other = (torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(2))
+    return one, other
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -170,8 +168,8 @@ def test_with_a_bound_no_error_of_the_noise_is_magnified(dtype: torch.dtype) -> 
     assert float(off[0][-1]) > 100 and float(off[1].max()) < 4
 
 
-@pytest.mark.parametrize("prediction", get_args(Prediction))
-@pytest.mark.parametrize("curve", SCHEDULES, ids=lambda curve: curve.name)
+@each_schedule
+@each_prediction
 def test_an_error_weighs_what_it_does_to_the_velocity(curve: Schedule, prediction: Prediction) -> None:
     t = torch.tensor([0.06, 0.3, 0.5, 0.8, 0.94], dtype=torch.float64)
     tau, x_t = same_snr_time(t, RectifiedFlow(), curve), torch.randn(5, 1, 2, 2).double()

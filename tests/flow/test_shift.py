@@ -31,17 +31,22 @@ def test_it_is_that_of_flux(tokens: float) -> None:
 
 
 def test_training_and_sampling_take_the_same_number() -> None:
-    u, curve = torch.rand(8), RectifiedFlow()
-    fixed = TimeConfig(shift=shift_at("tokens", 24 * 12 / 4))
-    assert torch.equal(
-        training_times(TimeConfig(shift="tokens"), u, curve, 24 * 12 / 4), training_times(fixed, u, curve)
-    )
+    u, curve, tokens = torch.rand(8), RectifiedFlow(), 24 * 12 / 4
+    fixed = TimeConfig(shift=shift_at("tokens", tokens))
+    shifted = training_times(TimeConfig(shift="tokens"), u, curve, tokens)
+    assert torch.equal(shifted, training_times(fixed, u, curve))
     assert Generation(shift="tokens").at(24, 12).shift == fixed.shift
     tree: dict[str, Any] = {"data": {"path": "data"}, "objective": {"time": {"shift": "tokens"}}}
     config = CampaignConfig.parse(tree, "a test")
     assert config.router.time.shift == config.sampling.shift == "tokens"
     apart = CampaignConfig.parse({**tree, "sampling": {"shift": 2, "steps": 5}}, "a test")
     assert apart.sampling.shift == 2 and apart.objective.time.shift == "tokens"
+
+
+def shift_of(scheduler: FlowMatchEulerDiscreteScheduler, tokens: float) -> float:
+    """The logarithm of the shift that diffusers' pipelines compute."""
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    return float(calculate_shift(tokens, *(scheduler.config[name] for name in names)))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, "tokens", LINE])
@@ -54,25 +59,13 @@ def test_a_scheduler_holds_it(shift: float | str) -> None:
     number = shift_at(shift, 16 * 32 / 4)
     timed, steps = set_times(scheduler, 4, (4, 16, 32))
     assert steps == 4 and tuple(timed.sigmas.tolist()) == times(4, number)
-    mu = {
-        "mu": calculate_shift(
-            128,
-            *(scheduler.config[n] for n in ("base_image_seq_len", "max_image_seq_len")),
-            *(scheduler.config[n] for n in ("base_shift", "max_shift")),
-        )
-    }
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 4, 4), **(mu if isinstance(shift, str) else {}))
+    mu = {"mu": shift_of(scheduler, 128)} if isinstance(shift, str) else {}
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 4, 4), **mu)
     torch.testing.assert_close(scheduler.sigmas, timed.sigmas, rtol=0, atol=1e-6)
     # A network of other patches has another number of them at the same size.
-    coarse = FlowMatchEulerDiscreteScheduler(**scheduler_shift(shift, patch=4)).config
+    coarse = FlowMatchEulerDiscreteScheduler(**scheduler_shift(shift, patch=4))
     if isinstance(shift, str):
-        assert calculate_shift(
-            128 / 4,
-            coarse["base_image_seq_len"],
-            coarse["max_image_seq_len"],
-            coarse["base_shift"],
-            coarse["max_shift"],
-        ) == pytest.approx(math.log(number))
+        assert shift_of(coarse, 128 / 4) == pytest.approx(math.log(number))
 
 
 @pytest.mark.parametrize(

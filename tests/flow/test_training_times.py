@@ -18,9 +18,8 @@ def test_uniform_times_are_the_uniforms() -> None:
 def test_logit_normal_quantiles() -> None:
     normal = torch.distributions.Normal(0.0, 1.0)
     z = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
-    times = training_times(
-        TimeConfig(distribution="logit-normal", mean=0.5, std=0.8), normal.cdf(z), RectifiedFlow()
-    )
+    config = TimeConfig(distribution="logit-normal", mean=0.5, std=0.8)
+    times = training_times(config, normal.cdf(z), RectifiedFlow())
     torch.testing.assert_close(torch.logit(times), 0.5 + 0.8 * z, rtol=1e-6, atol=1e-6)
 
 

@@ -47,15 +47,9 @@ class Exact:
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         x0 = torch.einsum("bn,nchw->bchw", self.log_joint(x, t).softmax(1), self.images)
-        alpha, sigma, d_alpha, d_sigma = (
-            curve(t)[:, None, None, None]
-            for curve in (
-                self.schedule.alpha,
-                self.schedule.sigma,
-                self.schedule.d_alpha,
-                self.schedule.d_sigma,
-            )
-        )
+        own = self.schedule
+        curves = (own.alpha, own.sigma, own.d_alpha, own.d_sigma)
+        alpha, sigma, d_alpha, d_sigma = (curve(t)[:, None, None, None] for curve in curves)
         eps = (x - alpha * x0) / sigma
         kinds = {"x0": x0, "eps": eps, "score": -eps / sigma, "v": d_alpha * x0 + d_sigma * eps}
         return kinds[self.prediction]

@@ -122,13 +122,8 @@ def test_a_card_of_another_schema_is_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     write(store)
     path = tmp_path / "a/card.json"
-    for text, message in (
-        (
-            json.dumps({**json.loads(path.read_text()), "format": "atoll/card 99"}),
-            "is of atoll/card 99, this",
-        ),
-        ("{", "not valid JSON"),
-    ):
+    other = json.dumps({**json.loads(path.read_text()), "format": "atoll/card 99"})
+    for text, message in ((other, "is of atoll/card 99, this"), ("{", "not valid JSON")):
         path.write_text(text)
         with pytest.raises(StoreError, match=message):
             _ = Checkpoint(store, "a").card

@@ -117,9 +117,7 @@ def test_how_many_experts_suffice() -> None:
     ],
 )
 def test_weights_without_draws(name: str, expected: list[float]) -> None:
-    torch.testing.assert_close(
-        weights(name)[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15
-    )
+    assert weights(name)[0].tolist() == pytest.approx(expected, rel=0, abs=1e-15)
 
 
 @pytest.mark.parametrize(

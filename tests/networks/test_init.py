@@ -23,9 +23,8 @@ UNUSED = {"dit": set(), "pixart": set(), "sd3": {POOLED, *UNASKED}, "flux": {POO
 
 
 def fresh(name: str, seed: int = 0, depth: int = 2) -> torch.nn.Module:
-    network = family(name).build(
-        NetworkConfig.parse({**TINY, "family": name, "depth": depth}, ""), SHAPES[name]
-    )
+    config = NetworkConfig.parse({**TINY, "family": name, "depth": depth}, "")
+    network = family(name).build(config, SHAPES[name])
     initialise(network, seed)
     return network
 

@@ -60,9 +60,7 @@ def test_a_grid_twice_as_fine_meets_the_same_positions_at_even_indices(name: str
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network_at_scale_1_has_the_positions_of_its_class(name: str) -> None:
     plain = network(name, 8, None)
-    torch.testing.assert_close(
-        positions(name, plain, 8, 8), positions(name, network(name, 8, 1), 8, 8), rtol=0, atol=0
-    )
+    assert torch.equal(positions(name, plain, 8, 8), positions(name, network(name, 8, 1), 8, 8))
     if name not in ("flux", "router"):
         stock = family(name).network_class().from_config(dict(plain.config))  # type: ignore[attr-defined, operator]
         assert torch.equal(stock.pos_embed.pos_embed, plain.pos_embed.pos_embed)  # type: ignore[union-attr]

@@ -68,9 +68,7 @@ def test_a_student_is_added_to_a_campaign_that_began_without_one(
     assert campaign.config.student is not None and campaign.config.student.step_share == 0.5
     made, monolith = (RunPlan.read(before.store, f"{role}/island.json") for role in ("student", "monolith"))
     assert (made.rows, made.shape) == (monolith.rows, monolith.shape)
-    files = [
-        json.loads((folder / role / "data/manifest.json").read_text()) for role in ("student", "monolith")
-    ]
+    files = [before.store.get_json(f"{role}/data/manifest.json") for role in ("student", "monolith")]
     assert files[0]["shards"] == files[1]["shards"]
     write_campaign(folder, {"student": {"stock": False, "step_share": 0.25}})
     refused(command(capsys, "status", folder), "student.step_share is 0.25", "started with 0.5")
