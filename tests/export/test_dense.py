@@ -39,10 +39,11 @@ from atoll.model.sampler import Row, Sampler
 from atoll.networks.families import FAMILIES, kept_buffers, parameter_count
 from atoll.networks.pipelines import limits_of
 from atoll.store.store import Store
-from helpers import SMALL, command, merged, partitioned, refused, write_campaign
+from helpers import SMALL, Run, merged, partitioned, refused, write_campaign
 from helpers_export import LENGTH, small_vae, text_tower
 from helpers_networks import card, random_weights
 
+Students = Callable[[str], Path]
 STEPS, GUIDANCE, SHIFT = 50, 2.0, 1.5
 LABELS = {
     "student": {"train": {"lr": 1e-3}},
@@ -117,7 +118,7 @@ STUDENTS = {
 
 
 @pytest.fixture(scope="module")
-def students(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def students(tmp_path_factory: pytest.TempPathFactory) -> Students:
     """The folder of a student's campaign, made when it is first asked for; its encoders lie beside it."""
 
     @cache
@@ -135,9 +136,7 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def pictures(
-    students: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, np.ndarray[Any, Any]]:
+def pictures(students: Students, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray[Any, Any]]:
     """What README.md of every student's export draws, as it stands, in a process that has no Atoll."""
     folder = tmp_path_factory.mktemp("stranger")
     for name, student in STUDENTS.items():
@@ -204,7 +203,7 @@ def prompt_and_null(tower: str) -> tuple[Condition, Condition]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDENTS)
 def test_a_student_runs_where_there_is_no_atoll(
-    name: str, students: Callable[[str], Path], pictures: dict[str, np.ndarray[Any, Any]]
+    name: str, students: Students, pictures: dict[str, np.ndarray[Any, Any]]
 ) -> None:
     """In levels of 255: one from the loop at the same times, and a few from Euler's where its times differ.
 
@@ -237,16 +236,13 @@ def test_a_student_runs_where_there_is_no_atoll(
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("name", ["texts", "labels", "sd3", "flux in pixels"])
 def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
-    name: str, steps: int, students: Callable[[str], Path], tmp_path: Path
+    name: str, steps: int, students: Students, tmp_path: Path
 ) -> None:
     """README's program draws what `atoll sample` does, to 1e-4, though the campaign samples otherwise."""
-    folder, to, how = (
-        Path(shutil.copytree(students(name), tmp_path / "c")),
-        tmp_path / "out",
-        {"steps": steps},
-    )
+    folder, to = Path(shutil.copytree(students(name), tmp_path / "c")), tmp_path / "out"
     path = folder / "student/expert/card.json"
-    card = {**json.loads(path.read_text()), "sampling": {**how, "guidance": 1.0, "shift": SHIFT}}
+    sampling = {"steps": steps, "guidance": 1.0, "shift": SHIFT}
+    card = {**json.loads(path.read_text()), "sampling": sampling}
     path.write_text(json.dumps(card))
     argv = ["export", folder, "--model", "student", "--to", to, "--no-picture", "--encoders", "copy"]
     cli.atoll.main([str(part) for part in argv], standalone_mode=False)
@@ -254,9 +250,8 @@ def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
     # Numbers in place of the picture: latents, or of DiT's pipeline what they are decoded to.
     call = "    generator=torch.Generator()"
     program = snippet[: snippet.index("images = ")].replace('"out"', repr(str(to)))
-    program = (
-        program if "output_type" in program else program.replace(call, f'    output_type="latent",\n{call}')
-    )
+    if "output_type" not in program:
+        program = program.replace(call, f'    output_type="latent",\n{call}')
     drawn: dict[str, Any] = {"__name__": "stranger"}
     exec(compile(program, "README.md", "exec"), drawn)
     images = torch.as_tensor(drawn["result"].images)
@@ -270,11 +265,8 @@ def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
     (batch,) = model.generate(conditions, noise=noise)
     own = batch.latents
     if name == "labels":
-        own = (
-            (autoencoder(str(students(name).parent / "vae")).decode(own) / 2 + 0.5)
-            .clamp(0, 1)
-            .permute(0, 2, 3, 1)
-        )
+        decoded = autoencoder(str(students(name).parent / "vae")).decode(own)
+        own = (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
     assert torch.allclose(images, own, atol=1e-4)
     # Of another number of steps it is another picture.
     (other,) = model.generate(conditions, model.generation.with_(steps=steps + 1), noise=noise)
@@ -283,7 +275,7 @@ def test_a_student_of_few_steps_draws_the_same_in_its_stock_pipeline(
 
 
 def test_a_student_of_few_steps_and_sizes_as_conditions_is_refused(
-    students: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    students: Students, tmp_path: Path, run: Run
 ) -> None:
     """Sigma's pipeline, which takes its scheduler, passes none; a config that says null has them at 128."""
     folder = Path(shutil.copytree(students("texts"), tmp_path / "c"))
@@ -293,112 +285,90 @@ def test_a_student_of_few_steps_and_sizes_as_conditions_is_refused(
     few = {"sampling": {"steps": 1, "guidance": 1.0, "shift": SHIFT}, "config_sha256": digest(settings)}
     card.write_text(json.dumps({**json.loads(card.read_text()), **few}))
     argv = ["export", folder, "--model", "student", "--to", tmp_path / "out"]
-    refused(command(capsys, *argv), "PixArtSigmaPipeline", "export the ensemble")
+    refused(run(*argv), "PixArtSigmaPipeline", "export the ensemble")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def texts(students: Callable[[str], Path]) -> Path:
-    """PixArt in pixels, with a text encoder of ten words."""
-    return students("texts")
-
-
-def test_the_moved_null_label_is_the_same_network(
-    students: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_moved_null_label_is_the_same_network(students: Students, tmp_path: Path, run: Run) -> None:
     labels = students("labels")
     argv = ["export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture"]
-    assert command(capsys, *argv).code == 0
+    assert run(*argv).code == 0
     stock = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     student = Checkpoint(Campaign.open(labels).store, "student/expert").expert()
     x, t = torch.randn(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9])
     expected = student.velocity(x, t, Condition(labels=torch.tensor([0, 1, 2])))
     with torch.no_grad():
-        assert torch.equal(
-            stock(x, timestep=1000 * t, class_labels=torch.tensor([0, 1, 1000])).sample, expected
-        )
+        found = stock(x, timestep=1000 * t, class_labels=torch.tensor([0, 1, 1000])).sample
+    assert torch.equal(found, expected)
     index = json.loads((tmp_path / "out/model_index.json").read_text())
     assert index["_class_name"] == "DiTPipeline" and "text_encoder" not in index
 
 
-def test_the_readme_tells_what_it_is(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    to = tmp_path / "out"
+def test_the_readme_tells_what_it_is(students: Students, tmp_path: Path, run: Run) -> None:
+    texts, to = students("texts"), tmp_path / "out"
     argv = ["export", texts, "--model", "student", "--to", to, "--no-picture", "--licence", "MIT"]
-    answer = command(capsys, *argv)
+    answer = run(*argv)
     assert answer.code == 0 and "PixArtAlphaPipeline" in answer.out, answer
     text = (to / "README.md").read_text()
-    for word in (
-        "library_name: atoll",
-        "license: mit",
-        "distilled from the 1 experts",
-        "T5EncoderModel",
-        "lower case",
-        "0" * 64,
-    ):
+    words = ["library_name: atoll", "license: mit", "distilled from the 1 experts", "T5EncoderModel"]
+    for word in (*words, "lower case", "0" * 64):
         assert word in text, word
-    assert command(capsys, *argv).code == 0  # over an earlier one
-    whole = ["export", texts, "--to", to]
-    refused(command(capsys, *whole), "holds something else")
+    assert run(*argv).code == 0  # over an earlier one
+    refused(run("export", texts, "--to", to), "holds something else")
     other = tmp_path / "other"
     other.mkdir()
     (other / "model_index.json").write_text(json.dumps({"_class_name": "AtollPipeline"}))
-    refused(command(capsys, *argv[:5], other), "holds something else")
+    refused(run(*argv[:5], other), "holds something else")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_what_diffusers_alone_loads_is_the_hubs_to_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_diffusers_alone_loads_is_the_hubs_to_load(tmp_path: Path, run: Run) -> None:
     """The hub's program for such a model is these two calls."""
     blocks = {f"{way}_block_types": (f"{kind}Block2D",) * 4 for way, kind in WAYS.items()}
     vae = small_vae(tmp_path / "vae", **PLAIN, **blocks, block_out_channels=(4,) * 4)
     data = {"vae": str(vae), "text_encoder": str(text_tower(tmp_path / "text")), "ingest": {"size": 256}}
     with_student(tmp_path / "c", merged(TEXTS, {"data": data}))
     argv = ["export", tmp_path / "c", "--model", "student", "--to", tmp_path / "out", "--no-picture"]
-    assert command(capsys, *argv, "--encoders", "copy").code == 0
+    assert run(*argv, "--encoders", "copy").code == 0
     head = yaml.safe_load((tmp_path / "out/README.md").read_text().split("---\n")[1])
     assert head["library_name"] == "diffusers" and "diffusers" in head["tags"]
     pipe = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path / "out"), low_cpu_mem_usage=False)
     assert pipe("a red square", num_inference_steps=2).images[0].size == (256, 256)
 
 
-def test_what_no_stock_pipeline_runs_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_stock_pipeline_runs_is_refused_before_training(tmp_path: Path, run: Run) -> None:
     folder, patches = tmp_path / "c", {"network": {"family": "flux", "patch": 4}}
     write_campaign(folder, LABELS)
-    refused(command(capsys, "plan", folder), "DiTPipeline needs a VAE", "student.stock=false")
+    refused(run("plan", folder), "DiTPipeline needs a VAE", "student.stock=false")
     write_campaign(folder, merged(TEXTS, patches))
     words = "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false"
-    refused(command(capsys, "plan", folder), *words)
+    refused(run("plan", folder), *words)
     vae = str(small_vae(tmp_path / "vae"))
     write_campaign(folder, merged(LABELS, {"data": {"vae": vae}}))
-    refused(command(capsys, "launch", folder), "shifts by 0.1159")
+    refused(run("launch", folder), "shifts by 0.1159")
     assert not (folder / "partition/partition.json").exists()
 
 
-def test_flux_of_other_patches_is_refused_by_the_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flux_of_other_patches_is_refused_by_the_export(tmp_path: Path, run: Run) -> None:
     changes = {"network": {"family": "flux", "patch": 4}, "student": {"stock": False}}
     tower = str(text_tower(tmp_path / "text"))
     with_student(tmp_path / "c", merged(TEXTS, merged(changes, {"data": {"text_encoder": tower}})))
     argv = ["export", tmp_path / "c", "--model", "student", "--to", tmp_path / "out"]
-    refused(command(capsys, *argv), "the network's are of 4")
+    refused(run(*argv), "the network's are of 4")
     assert not (tmp_path / "out").exists()
 
 
 def test_models_that_are_not_there_or_no_flows_are_refused(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    students: Students, tmp_path: Path, run: Run
 ) -> None:
-    argv = ["--to", tmp_path / "out", "--no-picture"]
-    refused(command(capsys, "export", texts, "--model", "monolith", *argv), "no monolith yet")
-    refused(command(capsys, "export", texts, "--model", "student", "--experts", "0", *argv), "--experts")
+    texts, argv = students("texts"), ["--to", tmp_path / "out", "--no-picture"]
+    refused(run("export", texts, "--model", "monolith", *argv), "no monolith yet")
+    refused(run("export", texts, "--model", "student", "--experts", "0", *argv), "--experts")
     folder = Path(shutil.copytree(texts, tmp_path / "copy"))
     path = folder / "student/expert/card.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction": "eps"}))
-    refused(command(capsys, "export", folder, "--model", "student", *argv), "predicts eps")
+    refused(run("export", folder, "--model", "student", *argv), "predicts eps")
     assert not (tmp_path / "out").exists()
 
 
@@ -414,7 +384,7 @@ def test_every_family_has_an_entry() -> None:
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("name", ["texts", "sd3"])
 def test_a_prompt_may_be_longer_than_a_training_caption(
-    name: str, students: Callable[[str], Path], tmp_path: Path
+    name: str, students: Students, tmp_path: Path
 ) -> None:
     """Two prompts that differ beyond training's length: each has an image of its own."""
     folder, to = students(name), tmp_path / "out"
