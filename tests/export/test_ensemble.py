@@ -17,7 +17,7 @@ from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.model import Model
 from atoll.store.store import Store
-from helpers import ROOT, assembled, command, refused
+from helpers import ROOT, Run, assembled, refused
 from helpers_export import load
 
 
@@ -138,21 +138,21 @@ def test_exported_again_only_what_changed_is_written(folder: Path, tmp_path: Pat
     assert not (tmp_path / "new/ensemble.json").exists()
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, run: Run) -> None:
     to = ["export", folder, "--to", tmp_path / "new"]
-    refused(command(capsys, "export", folder, "--to", folder / "ensemble"), "belongs to a campaign")
-    refused(command(capsys, *to, "--experts", "0,x"), "--experts '0,x' is no list of numbers")
-    refused(command(capsys, *to, "--experts", "7"), "experts 7 are not there: there are 0, 1, 2")
+    refused(run("export", folder, "--to", folder / "ensemble"), "belongs to a campaign")
+    refused(run(*to, "--experts", "0,x"), "--experts '0,x' is no list of numbers")
+    refused(run(*to, "--experts", "7"), "experts 7 are not there: there are 0, 1, 2")
     shutil.rmtree(folder / "ensemble")
-    refused(command(capsys, *to), "run 'atoll assemble' first")
+    refused(run(*to), "run 'atoll assemble' first")
     assert not (tmp_path / "new").exists()
 
 
 def test_texts_take_their_encoder_along(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = "latin small letter a, serif"
-    said = command(capsys, "export", whole, "--to", tmp_path / "out")
+    said = run("export", whole, "--to", tmp_path / "out")
     assert said.code == 0 and "experts 0, 1 of 2" in said.out and said.err == ""
     parts = {"experts", "router", "scheduler", "text_encoder", "tokenizer"}
     assert {p.name for p in (tmp_path / "out").iterdir() if p.is_dir()} == parts
@@ -174,14 +174,11 @@ def test_texts_take_their_encoder_along(
 
 
 def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
-    refused(
-        command(capsys, "sample", whole, "word " * 600, "--out", tmp_path / "x.png"),
-        "tokens",
-        "would be lost",
-    )
+    answer = run("sample", whole, "word " * 600, "--out", tmp_path / "x.png")
+    refused(answer, "tokens", "would be lost")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pipeline.md"])

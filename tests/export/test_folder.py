@@ -29,7 +29,7 @@ from atoll.model.model import Model
 from atoll.networks.families import family
 from atoll.store.store import Store
 from export.hub import Hub
-from helpers import assembled, command, refused
+from helpers import Run, assembled, refused
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
 
 PROMPTS: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
@@ -546,13 +546,11 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return assembled(tmp_path_factory.mktemp("push") / "letters", changes)
 
 
-def test_an_export_is_pushed_whole(
-    letters: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_pushed_whole(letters: Path, hub: Hub, tmp_path: Path, run: Run) -> None:
     """What the repository holds of an earlier export goes; what its owner wrote beside it stays."""
     hub.files = {"experts/7/card.json": b"", "model.sig": b"", "NOTES.md": b"mine"}
     argv = ["export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model"]
-    done = command(capsys, *argv, "--private", "--licence", "CC BY 4.0")
+    done = run(*argv, "--private", "--licence", "CC BY 4.0")
     assert done.code == 0 and done.out.splitlines()[-1] == f"pushed to {hub.url}/me/model", done
     written = {p.relative_to(tmp_path / "out").as_posix(): p for p in (tmp_path / "out").rglob("*.*")}
     assert hub.files == {name: path.read_bytes() for name, path in written.items()} | {"NOTES.md": b"mine"}
@@ -561,7 +559,7 @@ def test_an_export_is_pushed_whole(
     assert (head["library_name"], head["license"]) == ("atoll", "cc-by-4.0")
     assert b'from_pretrained("me/model")' in hub.files["README.md"]
     # A repository that is there keeps who may see it, and by default the hub decides.
-    assert command(capsys, *argv).code == 0 and "visibility" not in hub.created[-1]
+    assert run(*argv).code == 0 and "visibility" not in hub.created[-1]
 
 
 @pytest.mark.parametrize(
@@ -573,15 +571,10 @@ def test_an_export_is_pushed_whole(
     ],
 )
 def test_what_the_hub_refuses_is_no_push(
-    refuse: dict[str, int],
-    words: tuple[str, ...],
-    letters: Path,
-    hub: Hub,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refuse: dict[str, int], words: tuple[str, ...], letters: Path, hub: Hub, tmp_path: Path, run: Run
 ) -> None:
     hub.refuse = refuse
-    done = command(capsys, "export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model")
+    done = run("export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model")
     refused(done, "the push to me/model failed", *words)
     assert hub.files == {} and "pushed" not in done.out
     # Who may not even log in learns it before anything is written.
@@ -589,22 +582,18 @@ def test_what_the_hub_refuses_is_no_push(
 
 
 def test_without_token_network_or_name_nothing_is_written(
-    letters: Path,
-    hub: Hub,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    letters: Path, hub: Hub, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ["export", letters, "--to", tmp_path / "out", "--push"]
-    refused(command(capsys, *argv, f"{hub.url}/me/model"), "is not a name of the hub", "OWNER/NAME")
+    refused(run(*argv, f"{hub.url}/me/model"), "is not a name of the hub", "OWNER/NAME")
     monkeypatch.setenv("HF_TOKEN", "")
-    refused(command(capsys, *argv, "me/model"), "oken", "hf auth login", "HF_TOKEN")
+    refused(run(*argv, "me/model"), "oken", "hf auth login", "HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
-    refused(command(capsys, *argv, "me/model"), "the push to me/model failed", "network")
+    refused(run(*argv, "me/model"), "the push to me/model failed", "network")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    refused(command(capsys, *argv, "me/model"), "unset HF_HUB_OFFLINE")
+    refused(run(*argv, "me/model"), "unset HF_HUB_OFFLINE")
     assert not (tmp_path / "out").exists()

@@ -70,13 +70,12 @@ def test_stock_software_computes_what_the_expert_does(
     with torch.no_grad():
         before = family(name).predict(stock, x, T, cond)
         if name in PIPELINES:
-            kind = PIPELINES[name]
-            names = [
-                n for n in kind.__init__.__annotations__ if n not in ("return", "transformer", "scheduler")
-            ]
-            pipe = kind(
-                transformer=stock, scheduler=FlowMatchEulerDiscreteScheduler(), **dict.fromkeys(names)
+            kind, given = (
+                PIPELINES[name],
+                {"transformer": stock, "scheduler": FlowMatchEulerDiscreteScheduler()},
             )
+            absent = dict.fromkeys({*kind.__init__.__annotations__} - {"return", *given})
+            pipe = kind(**given, **absent)
             pipe.load_lora_weights(folder, subfolder="expert-0")
         else:
             PeftModel.from_pretrained(stock, folder, subfolder="expert-0")
