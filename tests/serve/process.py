@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -11,6 +12,14 @@ import openai
 from helpers import start
 
 KEY = "a-key-of-twenty-four-characters"
+PLACE = "/v1/images/generations"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
 
 
 class Server:

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,17 +21,10 @@ from atoll.model.model import Model
 from atoll.serve.settings import ServeSettings
 from helpers import ROOT
 from serve.conftest import pixels
-from serve.process import KEY, Server
+from serve.process import KEY, PLACE, Server, free_port
 
 DEPLOY = ROOT / "deploy"
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.fixture
@@ -193,8 +185,8 @@ def test_what_the_unit_starts_serves_drains_and_leaves_as_systemd_expects(
     def ask() -> None:
         body = {"prompt": "1", "steps": 100, "n": 2, "routing": "full"}
         head = {"Authorization": f"Bearer {KEY}"}
-        url = f"{server.address}/v1/images/generations"
-        answers.append(httpx.post(url, json=body, headers=head, timeout=100).status_code)
+        answer = httpx.post(f"{server.address}{PLACE}", json=body, headers=head, timeout=100)
+        answers.append(answer.status_code)
 
     try:
         assert httpx.get(f"{server.address}/v1/models").status_code == 401
@@ -206,9 +198,7 @@ def test_what_the_unit_starts_serves_drains_and_leaves_as_systemd_expects(
                 assert not answers, "a request was answered before all had come"
                 time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
-        begun = time.monotonic()
         assert server.process.wait(int(unit()["TimeoutStopSec"])) == 0
-        assert time.monotonic() - begun < int(unit()["TimeoutStopSec"])
         for thread in threads:
             thread.join(10)
         assert answers == [200, 200, 200] and "drained" in server.said

@@ -21,7 +21,8 @@ from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.server import create_app
 from atoll.serve.settings import ServeSettings
-from helpers import command, refused
+from helpers import Run, refused
+from serve.process import PLACE
 
 WAYS = [
     Generation(steps=3, guidance=2.0, routing="top-1", seed=1),
@@ -31,9 +32,6 @@ WAYS = [
     Generation(steps=4, guidance=2.5, routing="top-2 every 2", seed=1),
     Generation(steps=5, guidance=1.5, routing="nucleus(0.9)", seed=5),
 ]
-
-
-PLACE = "/v1/images/generations"
 
 
 class Client:
@@ -249,7 +247,7 @@ def test_a_client_that_leaves_leaves_no_request_behind(client: Client) -> None:
         pass
 
     app = create_app(client.engine, client.engine.settings)
-    scope = {"type": "http", "method": "POST", "path": "/v1/images/generations"}
+    scope = {"type": "http", "method": "POST", "path": PLACE}
     scope |= {"headers": [(b"content-type", b"application/json; charset=utf-8")]}
     scope |= {"query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1"}
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))  # it would else never end
@@ -322,17 +320,15 @@ def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving,
     assert client.metric("atoll_cancelled_total", where="step") == 1
 
 
-def test_a_server_is_sized_by_drawing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    how = ("plan", str(folder), "--serve", "--set", "batch=6")
-    found = json.loads(command(capsys, *how, "--json").out)
+def test_a_server_is_sized_by_drawing(folder: Path, tmp_path: Path, run: Run) -> None:
+    how = ("plan", folder, "--serve", "--set", "batch=6")
+    found = json.loads(run(*how, "--json").out)
     assert [row["experts"] for row in found] == [1, 2, 3]
     weights = [row["weights"] for row in found]
     assert weights == sorted(weights) and weights[2] * 2 == weights[0] * 3  # one place more is brought into
     assert found[0]["swaps"] > 0 and found[2]["swaps"] == 0
     for row in found:
         assert row["peak"] > row["weights"] and row["rows"] > row["pictures"] > 0
-    assert "experts" in command(capsys, *how).out.splitlines()[1]
-    refused(command(capsys, "plan", str(tmp_path), "--serve"), str(tmp_path))
-    refused(command(capsys, "plan", str(folder), "--serve", "--set", "batch=0"), "batch")
+    assert "experts" in run(*how).out.splitlines()[1]
+    refused(run("plan", tmp_path, "--serve"), str(tmp_path))
+    refused(run("plan", folder, "--serve", "--set", "batch=0"), "batch")

@@ -123,9 +123,8 @@ def test_the_playground_draws_and_says_who_painted(page: Any, server: Server) ->
     page.goto("about:blank")
     page.goto(link)
     page.locator("input[name=steps][placeholder]").wait_for()
-    assert (
-        page.locator("[name=prompt]").input_value() == "1" and page.get_by_label("Steps").input_value() == "6"
-    )
+    assert page.locator("[name=prompt]").input_value() == "1"
+    assert page.get_by_label("Steps").input_value() == "6"
     page.get_by_role("button", name="Generate", exact=True).click()
     drawn(page, 6)
     assert [image.get_attribute("src") for image in page.locator(".panel img").all()] == after

@@ -21,7 +21,7 @@ from helpers import ROOT, environment
 from launch.ray_cluster import until
 from launch.ray_nodes import QUIET, nodes
 from serve.conftest import pixels
-from serve.test_deploy import free_port
+from serve.process import PLACE, free_port
 
 pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -141,8 +141,7 @@ def test_replicas_come_with_a_queue_and_go_after_it(behind: Replicas) -> None:
         with httpx.Client(timeout=120) as client:
             while not enough.is_set():
                 try:
-                    url = f"{behind.address}/v1/images/generations"
-                    answers.append(client.post(url, json=body).status_code)
+                    answers.append(client.post(f"{behind.address}{PLACE}", json=body).status_code)
                 except Exception as error:
                     failed.append(error)
                     return

@@ -20,10 +20,9 @@ from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from helpers import command, refused
 from serve.conftest import pixels
-from serve.process import KEY, Server
+from serve.process import KEY, PLACE, Server
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-PLACE = "/v1/images/generations"
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +103,6 @@ def test_streams_bring_partial_pictures_and_the_whole(client: openai.OpenAI) -> 
     assert [last] == drawn(client, extra_body=how) and first != last
     with pytest.raises(openai.APIError, match="no class label"):
         list(client.images.generate(prompt="a text", stream=True))
-
-
-def test_many_at_once(server: Server) -> None:
-    async def ask() -> list[bytes]:
-        async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key=KEY) as client:
-            how = [{"seed": seed, "steps": 3 + seed % 4} for seed in range(12)] * 2
-            requests = (client.images.generate(prompt="1", extra_body=one) for one in how)
-            return [pixels(answer.data[0].b64_json) for answer in await asyncio.gather(*requests)]  # type: ignore[index]
-
-    pictures = asyncio.run(ask())
-    assert pictures[:12] == pictures[12:] and len({*pictures}) == 12
 
 
 @pytest.mark.parametrize(

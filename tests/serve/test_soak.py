@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import signal
-import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
 from serve.conftest import pixels
-from serve.process import KEY, Server
+from serve.process import KEY, PLACE, Server, free_port
 
 pytestmark = pytest.mark.slow
 COUNT, CLIENTS = 3000, 24
@@ -25,7 +24,6 @@ KILL, DRAIN = COUNT // 3, 2 * COUNT // 3
 GROWTH = 60_000 * (COUNT - DRAIN) * 4 // 5
 """Bytes by which a server's memory may differ between a fifth of its requests and the last."""
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-PLACE = "/v1/images/generations"
 ROUTINGS = ("top-1", "top-2", "full", "once", "once null sample-1", "sample-2", "full without 1")
 
 WRONG_VALUES: dict[str, list[Any]] = {
@@ -78,10 +76,7 @@ class Soak:
     """Clients, the server that they ask, and what came of it."""
 
     def __init__(self, folder: Path, keys: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder, self.keys = folder, keys
+        self.folder, self.keys, self.port = folder, keys, free_port()
         self.random, self.counts, self.faults = random.Random(5), Counter[str](), list[str]()
         self.sent, self.life, self.leaving = 0, 0, False
         self.memory: list[tuple[int, int]] = []
