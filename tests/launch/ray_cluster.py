@@ -18,11 +18,7 @@ from helpers import ROOT
 
 PORT = 6379
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atoll-tests" / "ray"
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(ROOT / "src"),
-}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
 # Ray gives up an agent that takes 15 seconds to start, so Python has to keep what it compiles of it.
 if os.environ.get("PYTHONDONTWRITEBYTECODE"):
     QUIET |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(CACHE)}

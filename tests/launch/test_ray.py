@@ -14,6 +14,7 @@ from atoll.campaign.folder import Campaign
 from atoll.curate.aesthetics.scale import Scale
 from atoll.curate.aesthetics.scorer import Scorer
 from atoll.launch.submit import plan_jobs
+from chaos.campaigns import kinds
 from chaos.sweep import content, differences
 from helpers import Run, assembled, partitioned, refused, same_bits, write_campaign
 from launch import ray_cluster
@@ -83,10 +84,6 @@ def launch(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         command.process.wait()
 
 
-def commits(run: Path) -> int:
-    return sum('"commit"' in path.read_text() for path in (run / "run" / "log").glob("*.json"))
-
-
 def test_what_a_run_asks_of_ray(tmp_path: Path, run: Run) -> None:
     """Shown without a cluster. A run waits for the lease of the one that it replaces."""
     folder = write_campaign(tmp_path / "c", {**CHANGES, "train": {"threads": 3}})
@@ -117,7 +114,7 @@ def test_a_campaign_whose_actors_and_launch_are_killed(
     partitioned(folder, CHANGES)
     first = launch("launch", folder)
     actor = first.wait_for(r"^expert 0: runs on 127\.0\.0\.1 \(process (\d+)\)")
-    until(lambda: commits(folder / "islands/0") > 0, first.text)
+    until(lambda: kinds(folder / "islands/0", "commit"), first.text)
     os.kill(int(actor), signal.SIGKILL)
     assert first.wait_for(r"^expert 0: runs again on 127\.0\.0\.1 \(process (\d+)\)") != actor
     first.process.kill()
@@ -206,7 +203,7 @@ def test_nodes_that_cannot_run_it_are_named(
     # The run of a node that leaves waits for what that had; without that wish it goes on elsewhere.
     cluster.add("gone")
     left = launch("launch", folder, *placed("gone"))
-    until(lambda: commits(folder / "islands/1") > 0, left.text)
+    until(lambda: kinds(folder / "islands/1", "commit"), left.text)
     cluster.lose("gone")
     code, text = left.end()
     assert code == 2 and "expert 1 asks for gone 1, which no node of the cluster has any more" in text, text

@@ -50,17 +50,18 @@ def python() -> Path:
     return found
 
 
-def parsed(python: Path, home: Path, *paths: Path) -> list[dict[str, object]]:
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(home),
-        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-        "KEY": "k",
-    }
-    argv = [str(python), "-c", PARSE, *map(str, paths)]
+def printed(home: Path, *argv: str | Path) -> str:
+    """What a program of SkyPilot's prints, with a home of its own."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "KEY": "k"}
+    environment |= {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     done = subprocess.run(argv, env=environment, cwd=home, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout
+
+
+def parsed(python: Path, home: Path, *paths: Path) -> list[dict[str, object]]:
+    lines = printed(home, python, "-c", PARSE, *paths).splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -> None:
@@ -102,12 +103,5 @@ def test_skypilot_has_the_options_that_the_script_uses(python: Path, tmp_path: P
     used = {"launch": ["--name", "--detach-run", "--yes", "--secret"], "queue": ["--skip-finished"]}
     assert all(option in text for options in used.values() for option in options)
     for verb, options in {**used, "logs": ["--name"]}.items():
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
-            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-        }
-        argv = [str(python.with_name("sky")), "jobs", verb, "--help"]
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert [option for option in options if option not in done.stdout] == []
+        said = printed(tmp_path, python.with_name("sky"), "jobs", verb, "--help")
+        assert [option for option in options if option not in said] == []

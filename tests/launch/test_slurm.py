@@ -17,6 +17,7 @@ from atoll.campaign.settings.launch import SlurmConfig
 from atoll.launch import slurm
 from atoll.launch.job import Job, Site
 from atoll.train.run import train_run
+from chaos.campaigns import kinds
 from chaos.sweep import content, differences
 from helpers import assembled, command, partitioned, refused, same_bits, write_campaign
 from launch import cluster
@@ -76,10 +77,6 @@ def submitted(out: str) -> dict[str, str]:
     return dict(re.findall(r"^(.+): submitted as job (\d+)", out, re.M))
 
 
-def commits(run: Path) -> int:
-    return sum('"commit"' in path.read_text() for path in (run / "run" / "log").glob("*.json"))
-
-
 def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     site: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,14 +100,14 @@ def test_a_campaign_on_two_partitions_ends_with_the_bits_of_an_undisturbed_one(
     }
     told: list[str] = []
     while len(told) < len(tell):
-        until(lambda: any(commits(folder / run) for run in tell if run not in told), "nothing trains")
-        begun = next(run for run in tell if run not in told and commits(folder / run))
+        until(lambda: any(kinds(folder / run, "commit") for run in tell if run not in told), "nothing trains")
+        begun = next(run for run in tell if run not in told and kinds(folder / run, "commit"))
         call(*tell[begun])
         told.append(begun)
     for run in told:
         at_once(tell[run][-1], folder / run)
     # Cancelled: it must not come back.
-    until(lambda: commits(folder / "monolith") > 0, "the monolith does not train")
+    until(lambda: kinds(folder / "monolith", "commit"), "the monolith does not train")
     call("scancel", jobs["monolith"])
     until(lambda: not call("squeue", "--noheader"), "jobs are left", 240)
 
