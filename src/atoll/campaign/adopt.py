@@ -166,7 +166,7 @@ def _check_fit(
         raise ConfigError(others, "adopt one that was trained on the same latents")
     try:
         return count(lambda: adapter.load(origin.settings), evaluate, shape).forward
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"{origin.name!r} cannot be asked with the campaign's data ({first_line(error)})",
             "adopt another one",

@@ -70,7 +70,7 @@ def _denoiser_counts(config: NetworkConfig, shape: DataShape) -> tuple[Flops, ..
     adapter = family(config.family)
     try:
         return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, KeyError) as error:
         if not config.arguments:
             raise
         what = f"network.arguments make no {adapter.class_name} that computes ({first_line(error)})"

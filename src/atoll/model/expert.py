@@ -138,7 +138,7 @@ class FileWeights(Mapping[str, Tensor]):
                 if begin < 0 or end - begin != spec.nbytes:
                     raise ValueError(name)
                 self.specs[name], self._starts[name] = spec, 8 + length + begin
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError):
             raise StoreError(f"{path} is damaged, or no safetensors", REMEDY) from None
         ends = (self._starts[name] + spec.nbytes for name, spec in self.specs.items())
         if size != (expected := max(ends, default=8 + length)):
