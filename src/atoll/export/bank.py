@@ -173,9 +173,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
             before = dict(self.stored)
             self.stored[place] = expert if isinstance(expert, StoredExpert) else StoredExpert.of(expert)
             if not before:  # the type that all numbers of the first have
-                kinds = {
-                    spec.dtype for spec in self.stored[place].specs.values() if spec.dtype.is_floating_point
-                }
+                specs = self.stored[place].specs.values()
+                kinds = {spec.dtype for spec in specs if spec.dtype.is_floating_point}
                 self.anchor = self.anchor.to(kinds.pop() if len(kinds) == 1 else torch.float32)
             self._forget()
             try:

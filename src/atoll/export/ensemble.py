@@ -68,9 +68,8 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         check_key(request.key)  # a wrong one is told now
     manifest = read_manifest(store)
     chosen = select_experts(request.experts, manifest.experts)
-    facts = model_card_facts(campaign, manifest.parts) | (
-        {"licence": request.licence} if request.licence else {}
-    )
+    facts = model_card_facts(campaign, manifest.parts)
+    facts |= {"licence": request.licence} if request.licence else {}
     if len(chosen) < len(manifest.experts):
         facts.pop("evaluation", None)  # what was measured is not what is exported
     parts = manifest.checkpoints(store, "ensemble/", chosen)

@@ -92,25 +92,24 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     if len({parts[number].card.provenance.get("initial_weights") for number in chosen}) > 1:
         raise ConfigError("the experts started from several networks", "name one of them: --experts")
     changes = [low_rank(parts[number], rank) for number in chosen]  # all, before anything is written
+    first = parts[chosen[0]].card
+    native = hasattr(kind := family(first.family).network_class(), "load_lora_adapter")
+    prefix = "transformer." if native else "base_model.model."
+    file = "pytorch_lora_weights.safetensors" if native else "adapter_model.safetensors"
     for number, (matrices, kept, outside) in zip(chosen, changes, strict=True):
-        card = parts[number].card
-        kind, folder = family(card.family).network_class(), root / f"expert-{number}"
-        folder.mkdir(parents=True)
-        prefix, file = "transformer.", "pytorch_lora_weights.safetensors"
-        if not (native := hasattr(kind, "load_lora_adapter")):
-            prefix, file = "base_model.model.", "adapter_model.safetensors"
+        (folder := root / f"expert-{number}").mkdir(parents=True)
+        if not native:
             names = sorted({name.rpartition(".lora_")[0] for name in matrices})
             alpha = matrices[f"{names[0]}.{DOWN}.weight"].shape[0]
             settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
             (folder / "adapter_config.json").write_bytes(to_json(settings))
-        tensors = {f"{prefix}{name}": value for name, value in matrices.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        path, tensors = folder / file, {f"{prefix}{name}": value for name, value in matrices.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
         use_default_permissions(folder)
-        size = (folder / file).stat().st_size
-        rows.append({"number": number, "kept": kept, "outside": outside, "bytes": size})
+        rows.append({"number": number, "kept": kept, "outside": outside, "bytes": path.stat().st_size})
         lost = f", {outside:.1%} is outside of linear layers" * (outside > 0)
         say(f"expert {number}: {kept:.1%} of the norm of its change at rank {rank}{lost}")
-    values = {"rank": rank, "rows": rows, "init": card.provenance["init"], "name": request.name}
+    values = {"rank": rank, "rows": rows, "init": first.provenance["init"], "name": request.name}
     values |= {"native": native, "kind": kind.__name__, "licence": request.licence}
     (root / README).write_text(render("lora.md", "atoll.export", **values))
     say(f"wrote {root}: {len(rows)} LoRA files; see {README}")
