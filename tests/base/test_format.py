@@ -41,10 +41,7 @@ def test_a_file_says_its_format_first_and_reads_back(kind, tmp_path: Path):
         ({"format": "test/other 2", "text": "a"}, "is of test/other 2, this Atoll reads test/note 2"),
         ({"format": 2, "text": "a"}, "is of no format of Atoll's, this Atoll reads test/note 2"),
         ({"text": "a"}, "is of no format of Atoll's, this Atoll reads test/note 2"),
-        (
-            {"format": "test/note 2", "text": 1},
-            "is not what Atoll writes ('text' in camp/note.json: Input",
-        ),
+        ({"format": "test/note 2", "text": 1}, "is not what Atoll writes ('text' in camp/note.json: Input"),
         ({"format": "test/note 2"}, "is not what Atoll writes ('text' in camp/note.json is missing"),
         ({"format": "test/note 2", "text": "a", "more": 1}, "is not what Atoll writes (unknown key 'more'"),
         ([], "is not what Atoll writes"),

@@ -239,11 +239,7 @@ def test_emoji_go_the_whole_way(shared_data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_text_encoded_in_training_trains_the_same_weights(tmp_path: Path) -> None:
-    changes = {
-        "condition": "text",
-        "network": {"family": "pixart"},
-        "router": {"sees_condition": True},
-    }
+    changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
     cards = []
     for precompute in (True, False):
         folder = assembled(

@@ -257,8 +257,7 @@ def p_values(halfway: Tensor, reached: Tensor) -> list[float]:
     for axis in range(2):
         means = 0.5 * points[:, axis].numpy()
         law = kstest(
-            halfway[:, axis].numpy(),
-            lambda z, means=means: norm.cdf((z[:, None] - means) / 0.5) @ weights,
+            halfway[:, axis].numpy(), lambda z, means=means: norm.cdf((z[:, None] - means) / 0.5) @ weights
         )
         values.append(float(law.pvalue))
     return values

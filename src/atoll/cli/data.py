@@ -82,12 +82,7 @@ for stage, summary in SHARDED.items():
     @SETS
     @click.pass_context
     def _sharded(
-        context: click.Context,
-        campaign: str,
-        workers: int,
-        part: Part | None,
-        on: str,
-        sets: tuple[str, ...],
+        context: click.Context, campaign: str, workers: int, part: Part | None, on: str, sets: tuple[str, ...]
     ) -> None:
         name, opened = str(context.command.name), open_campaign(campaign, sets)
         if name == "prepare" and opened.is_partitioned:

@@ -27,16 +27,7 @@ from atoll.base.pictures import png
 from atoll.base.rng import seed_of
 from atoll.base.text import Size, many
 from atoll.data.dataset import BUCKETS, MANIFEST, REJECTS, DataSet, row_schema, short_hashes, to_parquet
-from atoll.data.decode import (
-    BadImageError,
-    cropped,
-    decode,
-    is_gray,
-    merged,
-    place,
-    square,
-    upright_size,
-)
+from atoll.data.decode import BadImageError, cropped, decode, is_gray, merged, place, square, upright_size
 from atoll.data.formats import IngestNote, Manifest, Mode, Reject, Shard, ShardNote, clean
 from atoll.data.job import ShardedJob
 from atoll.data.settings import IngestConfig

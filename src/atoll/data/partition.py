@@ -89,11 +89,7 @@ class Partition:
 
 
 def make(
-    dataset: DataSet,
-    features: Column | None,
-    config: PartitionConfig,
-    seed: int,
-    weighted: bool = False,
+    dataset: DataSet, features: Column | None, config: PartitionConfig, seed: int, weighted: bool = False
 ) -> Partition:
     """Cut a data set. The k-means is fitted on training rows only; held-out rows are assigned.
 

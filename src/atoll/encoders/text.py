@@ -240,10 +240,7 @@ def text_encoder(
 
 
 def text_encoder_of(
-    producer: Mapping[str, Any],
-    device: str = "cpu",
-    places: Sequence[tuple[str, str]] = (),
-    longest: int = 0,
+    producer: Mapping[str, Any], device: str = "cpu", places: Sequence[tuple[str, str]] = (), longest: int = 0
 ) -> TextEncoder:
     """Load the text encoder that made a column, from its name or from `places`: its and its tokenizer's.
 

@@ -26,14 +26,7 @@ from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Costs, Networks, Trace
-from atoll.model.folder import (
-    MANIFEST,
-    MODEL_INDEX,
-    PRETRAIN_PART,
-    SCHEDULER,
-    defaults_in,
-    read_manifest,
-)
+from atoll.model.folder import MANIFEST, MODEL_INDEX, PRETRAIN_PART, SCHEDULER, defaults_in, read_manifest
 from atoll.model.generate import Batch, Conditions, Sampling, generate
 from atoll.model.generation import Generation, Residency
 from atoll.model.opened import OpenFolder, border, inspect_folder, is_hub_name, locate

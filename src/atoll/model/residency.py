@@ -324,11 +324,7 @@ class _SharedModule:
     """A network of one architecture, whose parameters point at one expert's weights at a time."""
 
     def __init__(
-        self,
-        stored: StoredExpert,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        residency: Residency,
+        self, stored: StoredExpert, device: torch.device, dtype: torch.dtype | None, residency: Residency
     ) -> None:
         with torch.inference_mode(False):
             self.network: nn.Module = stored.network().eval().requires_grad_(False)
