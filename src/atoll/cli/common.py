@@ -92,6 +92,7 @@ class LocalPath(click.Path):
         """The path; `AtollError` if it can be none."""
         if "://" in str(value):
             raise AtollError(f"{value} is a URL", "write to a local path, and copy it from there")
+        value = os.path.expanduser(value)  # of `--out=~/x` no shell does; a slash at the end stays
         # Names that are too long, or hold a NUL, fail here and not in the midst of a stage.
         try:
             os.lstat(value)
