@@ -93,10 +93,11 @@ def test_a_rank_under_the_change_keeps_a_share_of_its_norm(tmp_path: Path, run: 
     published(tmp_path / "c", "pixart", {"rank": 8})
     shares = []
     for rank in (1, 4, 8, 16):
-        assert run("export", tmp_path / "c", "--to", tmp_path / f"{rank}", "--lora", f"{rank}").code == 0
-        settings = json.loads((tmp_path / f"{rank}/expert-0/adapter_config.json").read_text())
+        (tmp_path / "out/expert-7").mkdir(parents=True)  # of an earlier export, as those of smaller ranks are
+        assert run("export", tmp_path / "c", "--to", tmp_path / "out", "--lora", f"{rank}").code == 0
+        settings = json.loads((tmp_path / "out/expert-0/adapter_config.json").read_text())
         assert settings["r"] == settings["lora_alpha"] == min(rank, 8)
-        change = load_file(tmp_path / f"{rank}/expert-0/adapter_model.safetensors")
+        change = load_file(tmp_path / "out/expert-0/adapter_model.safetensors")
         products = {
             name.removesuffix(".lora_B.weight"): up @ change[name.replace("lora_B", "lora_A")]
             for name, up in change.items()
@@ -106,6 +107,9 @@ def test_a_rank_under_the_change_keeps_a_share_of_its_norm(tmp_path: Path, run: 
         shares.append(norm)
     assert shares == sorted(shares) and shares[2] == pytest.approx(shares[3], rel=1e-5)
     assert 0.3 * shares[3] < shares[0] < shares[1] < shares[2]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "expert-0"}
+    (tmp_path / "out/expert-0/mine").touch()
+    refused(run("export", tmp_path / "c", "--to", tmp_path / "out", "--lora", "1"), "holds something else")
 
 
 def test_what_is_no_change_is_refused(tmp_path: Path, run: Run) -> None:

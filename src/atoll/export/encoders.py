@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError
-from atoll.encoders.registry import (
-    check_known,
-    is_that_of,
-    licence_of,
-    text_parts,
-    with_tokenizers,
-)
+from atoll.base.errors import ConfigError, StoreError, first_line
+from atoll.encoders.registry import check_known, is_that_of, licence_of, text_parts, with_tokenizers
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder_of
 from atoll.model.card import Card
@@ -86,8 +81,12 @@ def copy_encoders(
             outside = f"it has {size / 1e9:.1f} GB"
         result[name] = [None, None]
         if component is not None and outside is None:
-            component.save_pretrained(str(place))
-            use_default_permissions(place)
+            try:
+                component.save_pretrained(str(place))
+                use_default_permissions(place)
+            except (OSError, SafetensorError) as error:
+                what = f"cannot write {place}: {first_line(error)}"
+                raise StoreError(what, "check free space and permissions") from None
             result[name] = ["diffusers" if name == "vae" else "transformers", type(component).__name__]
         elif producer["name"] != "none" and name == part:
             say(f"  {name} stays outside ({outside}): it will be looked for as {producer['name']!r}")

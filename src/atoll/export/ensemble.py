@@ -19,7 +19,6 @@ from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
 from atoll.store.manifest import entry_of
 from atoll.store.signatures import SIGNATURE, check_key, sign
-from atoll.store.store import Store
 
 SHOWN = 8
 """Pictures for the model card."""
@@ -81,8 +80,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     check_encoders(router, networks)
 
     # The manifest and its signature are the last to come, so they are the first to go.
-    mark_incomplete(root)
-    folder = Store.open(root)
+    folder = mark_incomplete(root)
     folder.delete(SIGNATURE)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)

@@ -4,11 +4,11 @@ Of an expert that was trained as such a change the file holds its own matrices. 
 layer's change is cut to a rank by its singular values (PHLoRA): all other tensors stay those of the network.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.base.console import say
@@ -19,13 +19,16 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import experts_of
 from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.stock import export_stock
-from atoll.model.checkpoint import Checkpoint, use_default_permissions
+from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import README
 from atoll.model.opened import output_folder, select_experts
 from atoll.networks.families import family
 from atoll.networks.lora import DOWN, UP, is_change
 from atoll.networks.settings import LoraConfig
-from atoll.store.store import to_json
+from atoll.store.store import Store
+from atoll.store.tensors import to_blocks
+
+FILES = (README, "pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
 
 
 def export_model(campaign: Campaign, request: ExportRequest) -> Path:
@@ -78,7 +81,10 @@ def low_rank(expert: Checkpoint, rank: int) -> tuple[dict[str, Tensor], float, f
 
 def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     """Write a folder for each expert: as diffusers reads it, or peft where a class has no loader."""
-    store, root = campaign.store, output_folder(request.to, "LoRA")
+    store, root = (
+        campaign.store,
+        output_folder(request.to, "LoRA", FILES if any(request.to.glob("expert-*")) else ()),
+    )
     if request.model != "ensemble" or request.key is not None:
         raise ConfigError("--lora goes without --model and --sign", "leave them out")
     parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
@@ -95,22 +101,23 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     first = parts[chosen[0]].card
     native = hasattr(kind := family(first.family).network_class(), "load_lora_adapter")
     prefix = "transformer." if native else "base_model.model."
-    file = "pytorch_lora_weights.safetensors" if native else "adapter_model.safetensors"
+    for path in root.glob("expert-*"):  # of an earlier export, whose files alone lie there
+        shutil.rmtree(path)
+    folder = Store.open(root, create=True)
     for number, (matrices, kept, outside) in zip(chosen, changes, strict=True):
-        (folder := root / f"expert-{number}").mkdir(parents=True)
+        place = f"expert-{number}"
         if not native:
             names = sorted({name.rpartition(".lora_")[0] for name in matrices})
             alpha = matrices[f"{names[0]}.{DOWN}.weight"].shape[0]
             settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
-            (folder / "adapter_config.json").write_bytes(to_json(settings))
-        path, tensors = folder / file, {f"{prefix}{name}": value for name, value in matrices.items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        use_default_permissions(folder)
-        rows.append({"number": number, "kept": kept, "outside": outside, "bytes": path.stat().st_size})
+            folder.put_json(f"{place}/{FILES[3]}", settings)
+        tensors = {f"{prefix}{name}": value for name, value in matrices.items()}
+        size, _ = folder.write(f"{place}/{FILES[1 if native else 2]}", to_blocks(tensors, {"format": "pt"}))
+        rows.append({"number": number, "kept": kept, "outside": outside, "bytes": size})
         lost = f", {outside:.1%} is outside of linear layers" * (outside > 0)
         say(f"expert {number}: {kept:.1%} of the norm of its change at rank {rank}{lost}")
     values = {"rank": rank, "rows": rows, "init": first.provenance["init"], "name": request.name}
     values |= {"native": native, "kind": kind.__name__, "licence": request.licence}
-    (root / README).write_text(render("lora.md", "atoll.export", **values))
+    folder.put(README, render("lora.md", "atoll.export", **values).encode())
     say(f"wrote {root}: {len(rows)} LoRA files; see {README}")
     return root

@@ -34,7 +34,6 @@ from atoll.model.model import Model
 from atoll.model.opened import Chosen, border, check_router, mark_incomplete, open_folder, output_folder
 from atoll.model.routing import PRETRAIN, Routing
 from atoll.networks.router import Router
-from atoll.store.store import Store
 
 logger = logging.getLogger(__name__)
 OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
@@ -373,7 +372,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         router: Any = getattr(self.router, "_orig_mod", self.router)
         root = output_folder(save_directory)
         bank.check_folder(root / "experts")
-        mark_incomplete(root)
+        folder = mark_incomplete(root)
         for name in OTHERS:
             # Beside its place first: what is saved may be mapped from the files that lie there.
             target, new, component = root / name, root / f".{name}.new", getattr(self, name)
@@ -384,7 +383,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             if component is not None:
                 use_default_permissions(new)
                 new.rename(target)
-        writer = FolderWriter(Store.open(root), len(bank))
+        writer = FolderWriter(folder, len(bank))
         for number, card in bank.cards.items():
             writer.save(bank.network(number), card)
         if bank.pretrain_card is not None:

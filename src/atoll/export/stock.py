@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
@@ -31,14 +30,14 @@ from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import WEIGHTS, Card
-from atoll.model.checkpoint import CARD, Checkpoint, use_default_permissions
+from atoll.model.checkpoint import CARD, Checkpoint
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults, scheduler_shift
 from atoll.model.generation import Generation
 from atoll.model.model_card import shared_facts
-from atoll.model.opened import output_folder
+from atoll.model.opened import mark_incomplete, output_folder
 from atoll.networks.families import PIXELS
 from atoll.networks.pipelines import CLASSES, LIMITS, Limits, check_data, limits_of
-from atoll.store.store import to_json
+from atoll.store.tensors import to_blocks
 
 DPM = {
     "_class_name": "DPMSolverMultistepScheduler",
@@ -165,7 +164,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
         raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")
 
-    root.mkdir(parents=True, exist_ok=True)
+    folder = mark_incomplete(root, stock.limits.pipeline)
     parts = copy_encoders(root, card, request.encoders, loaded, stock.components)
     index: dict[str, Any] = {
         "_class_name": stock.limits.pipeline,
@@ -190,10 +189,8 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         MODEL_INDEX: index,
     }
     for name, content in contents.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(to_json(content))
-    save_file(weights, root / "transformer" / WEIGHTS, metadata={"format": "pt"})
-    use_default_permissions(root / "transformer")
+        folder.put_json(name, content)
+    folder.write(f"transformer/{WEIGHTS}", to_blocks(weights, {"format": "pt"}))
 
     # Prompts may be longer than training's captions: as long as the text encoder takes.
     length = int(card.text["max_length"]) if card.text else 0
@@ -208,10 +205,10 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             producer = card.latents if name == "vae" else card.text or {}
             outside[place] = (kind, str(producer["name"]))
     # The picture of an earlier export would show what another model draws.
-    (root / PICTURE).unlink(missing_ok=True)
+    folder.delete(PICTURE)
     if request.picture:
         given = {place: loaded[name] for name, place in stock.components.items() if place in outside}
-        (root / PICTURE).write_bytes(_picture(campaign, card, stock, root, given, arguments, length))
+        folder.put(PICTURE, _picture(campaign, card, stock, root, given, arguments, length))
     facts = model_card_facts(campaign, {request.model: card.weights_sha256})
     facts |= {"licence": request.licence} if request.licence else {}
     student = card.provenance.get("student", {})
@@ -241,7 +238,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
         encode=encode,
         unpacked=unpacked,
     )
-    (root / README).write_text(text)
+    folder.put(README, text.encode())
     say(f"wrote {root}: the {request.model} as a {stock.limits.pipeline} of diffusers; see its {README}")
     return root
 

@@ -185,8 +185,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
     return OpenFolder(root, listing.k, networks, manifest.parts, encoders, manifest.about)
 
 
-def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
-    """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline."""
+def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE, files: Collection[str] = ()) -> Path:
+    """The folder to write: a new or empty one, or an earlier one of the same kind of pipeline, or files."""
     if is_url(str(to)):
         raise ConfigError(f"{to} is a URL", "write to a folder, and copy it")
     root = resolved(to)
@@ -194,22 +194,23 @@ def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE) -> Path:
         raise ConfigError(f"{root} is a file", "give a folder")
     index = root / MODEL_INDEX
     held = read_tree(index).get("_class_name") if index.is_file() else None
+    # Parts that are not of this pipeline are removed on writing: a wrong path must not cost a folder.
+    if held != kind and any(path.name not in files for path in root.rglob("*") if not path.is_dir()):
+        raise ConfigError(f"{root} holds something else", "give a new folder")
     for path in root.rglob("*"):  # libraries write into it, which follow links
         if path.is_symlink():
             raise ConfigError(f"{path} is a link, and would be written through", "remove it")
-    # Parts that are not of this pipeline are removed on writing: a wrong path must not cost a folder.
-    if root.is_dir() and any(root.iterdir()) and held != kind:
-        raise ConfigError(f"{root} holds something else", "give a new folder")
     if (root.parent / "campaign.json").is_file():
         raise ConfigError(f"{root} belongs to a campaign", "give a folder of its own")
     return root
 
 
-def mark_incomplete(root: Path) -> None:
+def mark_incomplete(root: Path, kind: str = PIPELINE) -> Store:
     """Make the folder, and write first what says that it is a pipeline's, so that a later try may go on."""
     folder = Store.open(root, create=True)
     if not folder.exists(MODEL_INDEX):
-        folder.put_json(MODEL_INDEX, {"_class_name": PIPELINE})
+        folder.put_json(MODEL_INDEX, {"_class_name": kind})
+    return folder
 
 
 def select_experts(experts: Any, there: Sequence[int]) -> tuple[int, ...]:
