@@ -21,6 +21,7 @@ from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_source
 from atoll.data.sources.tar import LARGEST_TEXT, TarSource
 from atoll.store.store import Store
+from helpers import Run, refused, write_campaign
 from helpers_data import encoded, ingest, packed, read
 from s3 import BUCKET, S3, Proxy, proxied
 
@@ -213,7 +214,7 @@ def test_a_huge_member_is_named_and_not_read(tmp_path: Path) -> None:
     assert [(reject.reason, reject.detail) for reject in bad] == [("too large", f"{size:,} bytes")]
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_patterns(tmp_path: Path, run: Run) -> None:
     for n in range(12):
         (tmp_path / f"{n:02d}.tar").write_bytes(packed(many(2, 2 * n)))
     for pattern, count in [("{00..11}.tar", 24), ("{03,05}.tar", 4), ("0[01].tar", 4), ("*.tar", 24)]:
@@ -223,8 +224,10 @@ def test_patterns(tmp_path: Path) -> None:
     for wrong in ["{0..99999999}.tar", "pipe:cat 00.tar", "missing.tar", "*/00.tar"]:
         with pytest.raises(DataError):
             open_source(tmp_path / wrong)
-    with pytest.raises(DataError):
-        open_source(f"pipe:cat {tmp_path}/00.tar")
+    # As that of a folder is, a data set of other settings is not taken for this one.
+    folder = write_campaign(tmp_path / "c", {"condition": "none", "data": {"source": "../{00..11}.tar"}})
+    assert run("data", "ingest", folder).code == 0
+    refused(run("data", "prepare", folder, "--set", "data.ingest.heldout=0.2"), "other settings")
 
 
 def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from posixpath import join
 
 import numpy as np
@@ -26,6 +25,7 @@ from atoll.data.encode import caption_job, captions_of, check_answers, features_
 from atoll.data.ingest import IngestJob
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
+from atoll.data.sources.files import is_here
 from atoll.data.sources.several import open_sources
 from atoll.data.weights import weigh_sources
 from atoll.encoders.image_text import Captioner
@@ -183,7 +183,7 @@ def prepare_data(
     check_checkpoints(campaign)
     source = config.source(location)
     names = [source] if isinstance(source, str) else [settings.source for settings in (source or {}).values()]
-    here = bool(names) and all(name == "glyphs" or Path(name).exists() for name in names)
+    here = bool(names) and all(name == "glyphs" or is_here(name) for name in names)
     # A data set whose source is gone, or on the hub, is taken as it is. One whose source is here is compared
     # with it, so that another source or other settings are refused and not trained on in silence.
     if part is None and (here or not campaign.has_dataset()):

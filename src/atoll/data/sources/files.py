@@ -42,6 +42,12 @@ class Files:
         return f"{self.root.rstrip('/')}/{name}"
 
 
+def is_here(name: str) -> bool:
+    """Whether this machine has a file or folder of this name, or files of all that its pattern asks for."""
+    path = Path(name)
+    return path.exists() or all(any(path.parent.glob(one)) for one in _expanded(path.name))
+
+
 def find_files(location: str | Path, suffix: str) -> Files:
     """The files with this suffix that a location names, hidden ones left out; there may be none.
 
