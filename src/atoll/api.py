@@ -11,7 +11,7 @@ import yaml
 from atoll.base.device import named_device
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.preemption import Interrupted
-from atoll.base.safe_parse import expanded, read_yaml
+from atoll.base.safe_parse import read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
@@ -27,7 +27,7 @@ from atoll.model.model import Model
 from atoll.model.opened import border, is_hub_name
 from atoll.model.routing import WeightFunction
 from atoll.recipes import catalogue
-from atoll.store.location import is_url
+from atoll.store.location import is_url, local_path
 from atoll.store.store import Store
 from atoll.train.run import train_run
 
@@ -48,9 +48,8 @@ def create(
     """
     tree = read_yaml(catalogue.text(recipe), recipe)
     # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
-    named = source == "glyphs" or is_url(source)
-    absolute = str(source) if named else str(expanded(source).absolute())
-    tree = merged(merged(tree, {"data": {"source": absolute}}), settings or {})
+    place = source if source == "glyphs" or is_url(source) else local_path(source)
+    tree = merged(merged(tree, {"data": {"source": str(place)}}), settings or {})
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
     return Campaign.open(where)

@@ -75,7 +75,7 @@ def test_what_a_job_asks_of_slurm() -> None:
     text = slurm.script(job, SITE)
     parses(text)
     found = options(text)
-    assert found.pop("--job-name") == job.label("/c") != job.label("/d")
+    assert found.pop("--job-name") == job.label("/d/../c") != job.label("/d")
     assert found == {
         "--output": "/c/launch/expert-3.out",
         "--open-mode": "append",

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from atoll.base.hashing import sha256
 from atoll.campaign.settings.launch import RayConfig, SkyConfig, SlurmConfig
+from atoll.store.location import resolve
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Job:
     def label(self, campaign: str) -> str:
         """Name for a queue: the run and a hash of the campaign's path or URL, so that it is found again."""
         # One run of a name is like another; of a stage's workers, only those of the same command.
-        words = (campaign,) if self.saves else (campaign, *self.argv)
+        words = (resolve("", campaign), *(() if self.saves else self.argv))  # the same by way of a link
         return f"atoll-{sha256(chr(0).join(words).encode())[:8]}-{self.slug}"
 
     @property

@@ -30,7 +30,7 @@ from atoll.measure.pictures import COSTS, Features, Folder, Rows, Source, extrac
 from atoll.measure.request import COMPARED, REPORTS, notes_of, table
 from atoll.measure.same_noise import MOST, SavedSamples
 from atoll.measure.shards import ShardedRows
-from atoll.store.location import is_url
+from atoll.store.location import is_url, local_path
 from atoll.store.manifest import FileEntry, read_file
 from atoll.store.store import Damaged, Store
 from atoll.store.tensors import read_tensors
@@ -175,7 +175,7 @@ def reference_of(
     elif statistics:
         return Reference.saved(named, encoder)
     else:
-        pictures = Folder(Path(named))
+        pictures = Folder(local_path(named) or Path(named))
     return Reference.of_pictures(pictures, named, encoder, store)
 
 

@@ -39,6 +39,7 @@ IMPATIENT = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 """Retries of the first contact: a wrong address is told soon."""
 _BACKOFF = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2}
 _MEMORY: dict[str, MemoryStore] = {}
+_LITERAL = str.maketrans({"#": "%23", "?": "%3F"})  # of names: a URL would end there
 
 
 def without_secrets(location: str) -> str:
@@ -81,8 +82,9 @@ def resolve_own(base: str, path: str) -> str:
 def local_path(location: str | Path) -> Path | None:
     """The absolute local path of a location; None if it is not on this machine's disk."""
     if not is_url(location):
-        return expanded(location).absolute()
-    parts = urlsplit(str(location))
+        path = expanded(location).absolute()
+        return resolved(path) if ".." in path.parts else path  # one place has one name, which queues know
+    parts = urlsplit(str(location).translate(_LITERAL))
     if parts.scheme != "file":
         return None
     if parts.netloc not in ("", "localhost"):
@@ -109,7 +111,7 @@ def connect(url: str, retries: dict[str, Any]) -> Any:
     options: Any = {**CLIENT, **hurry, **{key: value for key, value in from_environment.items() if value}}
     patience: Any = {**retries, "backoff": _BACKOFF}
     try:
-        return from_url(url, client_options=options, retry_config=patience)
+        return from_url(url.translate(_LITERAL), client_options=options, retry_config=patience)
     except (BaseError, ValueError, TypeError) as error:
         fix = "check the URL and the environment variables"
         raise StoreError(f"cannot open {shown}: {first_line(error)}", fix) from None
