@@ -127,6 +127,7 @@ def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
     assert store.path("w.bin").read_bytes() == b"two"
     if store.local is None:
         assert first.is_relative_to(tmp_path / "cache") and first != store.path("w.bin")
+        assert first.stat().st_mode == first.with_name(".lock").stat().st_mode  # for all who share the cache
         second = store.path("w.bin")
         second.write_bytes(b"tw")  # torn
         assert store.path("w.bin").read_bytes() == b"two"

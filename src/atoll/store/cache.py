@@ -7,7 +7,6 @@ object therefore never meets a stale copy. The folder may be removed at any time
 import fcntl
 import hashlib
 import os
-import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,16 +39,16 @@ def fetch(url: str, meta: Any, read: ranges.Fetch) -> Path:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if _is_whole(path, meta):  # another process fetched it meanwhile
                 return path
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as file:
-                part = Path(file.name)
-                try:
+            part = path.with_name(f".part-{uuid.uuid4().hex}")  # not `tempfile`'s, which nobody else may read
+            try:
+                with part.open("wb") as file:
                     ranges.parts(read, int(meta["size"]), lambda at, data: os.pwrite(file.fileno(), data, at))
-                    if not _is_whole(part, meta):
-                        raise StoreError(f"{url} arrived torn", "run the command again")
-                    # Renamed last: who does not wait for the lock sees all of it or nothing.
-                    part.replace(path)
-                finally:
-                    part.unlink(missing_ok=True)
+                if not _is_whole(part, meta):
+                    raise StoreError(f"{url} arrived torn", "run the command again")
+                # Renamed last: who does not wait for the lock sees all of it or nothing.
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
     except OSError as error:
         problem = f"cannot write a local copy of {url} below {folder()}: {error.strerror}"
         raise StoreError(problem, "set ATOLL_CACHE to a folder with enough space") from None
