@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll.base.config import value_at
 from atoll.base.errors import AtollError, ConfigError, PartitionError, StoreError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network
@@ -181,11 +182,7 @@ def test_an_unfinished_seed(untouched: Path, tmp_path: Path, run: Run) -> None:
     seed = ("pretrain",)
     assert needs == {"pretrain": (), "expert 0": seed, "expert 1": seed, "router": (), "monolith": ()}
     answer = run("train", "expert", tmp_path / "c", "--expert", "1")
-    words = (
-        "islands/1/init has no init.json",
-        "run shared pretraining first: atoll train pretrain, then atoll",
-    )
-    refused(answer, *words)
+    refused(answer, "islands/1/init has no init.json", "run shared pretraining first: atoll train pretrain")
     assert not (tmp_path / "c/islands/1/run").exists()
     ledger = summary(Facts(campaign.store)).to_json()
     assert "shared pretraining" in ledger["unfinished"] and ledger["train_flops"]["pretrain"] is None
@@ -440,6 +437,21 @@ def test_a_folder_on_the_command_line_is_that_of_the_shell(
     published_checkpoint(tmp_path / "there")
     monkeypatch.chdir(tmp_path)
     folder = write_campaign(tmp_path / "c")
-    config = Campaign.open(folder, ["network.init=there", "data.vae=there"]).config
-    assert config.network.init == config.data.vae == str(tmp_path / "there")
-    assert Campaign.open(folder, ["network.init=owner/model"]).config.network.init == "owner/model"
+    there = str(tmp_path / "there")
+    (tmp_path / "scratch").mkdir()
+    for key, text, expected in (
+        ("network.init", "there", there),
+        ("network.init", "owner/model", "owner/model"),
+        ("network.init", "scratch", "scratch"),
+        ("data.text_encoder", "[there, minilm]", f"{there} + minilm"),
+        ("data.text_encoder", "there + minilm", f"{there} + minilm"),
+    ):
+        config = Campaign.open(folder, [f"{key}={text}"]).config.model_dump()
+        assert value_at(config, key) == expected, text
+    # In the file it lies beside that, and is what it was at the start, though all may have moved since.
+    write_campaign(folder, {"data": {"vae": "../there", "text_encoder": ["c", "../there"]}})
+    assert Campaign.open(folder).config.encoders == (there, f"c + {there}")
+    write_campaign(folder, {"data": {"vae": "../there"}})
+    Campaign.open(folder).freeze()
+    (tmp_path / "there").rename(tmp_path / "away")
+    assert Campaign.open(folder.rename(tmp_path / "moved")).config.data.vae == there

@@ -5,6 +5,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from html import escape
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from atoll.campaign.runs import Run, RunPlan, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
+from atoll.encoders.registry import JOIN
 from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.partition import Partition
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
+NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder")
+"""Settings that name networks, which may be folders."""
 
 
 class Frozen(File):
@@ -74,6 +78,11 @@ class Campaign:
             tree = read_yaml(store.get(YAML), store.name(YAML))
             if not isinstance(tree, dict):
                 raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
+            for key in NETWORKS:
+                if store.local is not None and isinstance(named := value_at(tree, key), str | list):
+                    group, _, name = key.rpartition(".")
+                    known = value_at(frozen.config, key) if frozen else None
+                    value_at(tree, group)[name] = placed(named, store.local, known)
         elif frozen is not None:
             tree = deepcopy(frozen.config)
         elif store.exists("model_index.json"):
@@ -309,16 +318,30 @@ def sets_loose(assignment: str) -> bool:
 def _from_shell(assignment: str) -> str:
     """The assignment with an absolute path: on the command line a path means what it means to the shell."""
     key, _, text = assignment.partition("=")
-    if key.strip().endswith(("origin", "network.init", "data.vae", "data.text_encoder")):
-        is_path = expanded(text).is_dir()  # `scratch` and hub names are none
-    else:
+    path = text
+    if key.strip().endswith(("origin", "network.init", *NETWORKS)):
+        path = placed(read_yaml(text, f"--set {key}") if text.lstrip().startswith("[") else text, Path.cwd())
+    elif text not in ("glyphs", "null", "") and not is_url(text):
         # Of several sources, `{NAME: {source: ...}}`, each is named by itself; a pattern has braces too.
         several = text.lstrip().startswith("{") and ":" in text
         one_of_several = key.startswith("data.source.") and key.endswith(".source")
         is_path = (key in ("data.path", "data.source") or one_of_several) and not several
-    if not is_path or text in ("glyphs", "null", "") or is_url(text):
-        return assignment
-    return f"{key}={yaml.safe_dump(str(expanded(text).absolute()), width=10**6).splitlines()[0]}"
+        path = str(local_path(text)) if is_path else text
+    return assignment if path == text else f"{key}={yaml.safe_dump(path, width=10**6).splitlines()[0]}"
+
+
+def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
+    """Names of networks (one, `A + B` or a list), those of folders by absolute paths.
+
+    Or as they are `known` since the start, where that ends alike: the campaign may have been moved.
+    """
+    names = named.split(JOIN) if isinstance(named, str) else [str(name) for name in named]
+    tail = tuple(part for part in Path(JOIN.join(names)).parts if part != "..")
+    if isinstance(known, str) and Path(known).parts[-len(tail) :] == tail:
+        return known
+    words = ("", "minilm", "none", "null", "scratch")  # what they mean, whatever folders there are
+    folders = {n: beside / expanded(n) for n in names if n not in words and isdir(beside / expanded(n))}
+    return JOIN.join(str(local_path(folders[name])) if name in folders else name for name in names)
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
