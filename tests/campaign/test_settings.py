@@ -134,18 +134,18 @@ def test_all_settings_are_printed_with_what_they_mean(tmp_path: Path, run: Run) 
 
 
 def test_a_source_must_be_there_and_must_not_hold_the_campaign(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    for folder, source, words in (
-        ("c", "nowhere", "there is no .*nowhere: set data.source to a folder of images, a parquet file or"),
-        ("images", "images", "images lies in the folder of images: choose a folder outside it"),
-        ("images/c", "images", "choose a folder outside it"),
-        ("c", "{a: {source: nowhere}}", "there is no .*nowhere"),
+    (images := tmp_path / "images").mkdir()
+    own, fix = f"data.source={images}", "lies in the folder of images: choose a folder outside it"
+    for folder, sets, words in (
+        ("c", [f"data.source={tmp_path}/nowhere"], "there is no .*nowhere: set data.source to a folder of"),
+        ("images", [own], f"images {fix}"),
+        ("c", [own, f"data.path={images}/d"], f"images/d {fix}"),
+        ("c", ["data.source={a: {source: nowhere}}"], "there is no .*nowhere"),
     ):
-        place = source if source.startswith("{") else str(tmp_path / source)
         with pytest.raises(ConfigError, match=words):
-            new(tmp_path / folder, catalogue.text("cpu"), [f"data.source={place}"])
+            new(tmp_path / folder, catalogue.text("cpu"), sets)
     assert not (tmp_path / "c").exists() and not any((tmp_path / "images").iterdir())
-    new(tmp_path / "c", catalogue.text("cpu"), [f"data.source={tmp_path / 'images'}"])
+    new(tmp_path / "c", catalogue.text("cpu"), [own])
     new(tmp_path / "d", catalogue.text("cpu"), ["data.source=hf://datasets/a/b"])
 
 

@@ -212,17 +212,17 @@ def new(folder: str | Path, recipe: str, sets: Sequence[str], origin: str | None
     config, own = CampaignConfig.parse(tree, "the new campaign"), local_path(folder)
     if going:
         tree["network"].setdefault("interpolation_scale", interpolation(going, config.data.ingest.size))
-    # Refuse sources that are not there, and a campaign that would be ingested with its own images.
+    # Refuse sources that are not there, and a campaign or data set that would be ingested with its images.
     named = config.source(str(own or ""))
     for source in [named] if isinstance(named, str) else [each.source for each in (named or {}).values()]:
-        path = None if source == "glyphs" else local_path(source)
-        if path is None:
+        if source == "glyphs" or (path := local_path(source)) is None:
             continue
         if not path.exists() and not {*"*?[{"} & {*path.name}:  # of files by a pattern the ingest tells
             fix = "set data.source to a folder of images, a parquet file or glyphs"
             raise ConfigError(f"there is no {path}", fix)
-        if own is not None and path.is_dir() and own.resolve().is_relative_to(path.resolve()):
-            raise ConfigError(f"{own} lies in the folder of images", "choose a folder outside it")
+        for place in (own, local_path(config.data_path(str(own or folder)))):
+            if place is not None and path.is_dir() and place.resolve().is_relative_to(path.resolve()):
+                raise ConfigError(f"{place} lies in the folder of images", "choose a folder outside it")
     if config.origin:
         finished_origin(config, str(own or folder))
     store, above, lines = Store.open(folder, create=True), dict[str, list[str]](), list[str]()
