@@ -384,6 +384,7 @@ def test_a_card_of_steps_that_cannot_be_is_refused(copy: Path, sampling: dict[st
         ({"start": "expert:2"}, ("no expert 2", "expert:0 to expert:1")),
         ({"routing": "oracle"}, ("oracle", "teacher: cluster")),
         ({"routing": "top-1 every 2"}, ("every",)),
+        ({"teacher": "routed", "routing": "top-4"}, ("'top-4' with 2 experts", "at most 2")),
         ({"routing": "once null sample-1"}, ("the teacher is not guided",)),
         ({"steps": 0}, ("student.steps", "greater than or equal to 1")),
         ({"steps": 32}, ("32 steps of a teacher that takes 24", "teacher_steps to a multiple, such as 32")),

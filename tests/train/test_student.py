@@ -76,12 +76,6 @@ def test_a_student_is_added_to_a_campaign_that_began_without_one(
     refused(again, "these are not published: 0, 1")
 
 
-def test_a_student_beside_a_tiny_batch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_campaign(tmp_path / "c", merged(CHANGES, {"train": {"batch": 3}}))
-    refused(command(capsys, "launch", folder), "0.25 of train.batch, 3, is less than one")
-    assert not (folder / "data").exists()
-
-
 @pytest.mark.slow
 def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Launched, sampled, compared, reported."""

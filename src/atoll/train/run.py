@@ -52,8 +52,7 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         tracking = config.tracking
         if not tracking.name:  # the campaign's own
             tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})
-        routes = RUNS[plan.role].task == "route"
-        training = config.router.train if routes else config.denoiser(plan.role, plan.island)[1]
+        training = config.training(*run)
         columns = ["latents", *([config.data.text_column] if config.condition == "text" else [])]
         with joined(training.parallel.collective_timeout_s) as group:
             # Damage is told before the first step, and loader workers find all they read on local disk. What

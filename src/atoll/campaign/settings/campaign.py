@@ -310,6 +310,7 @@ class CampaignConfig(Config):
             return self
         student.batch(self.train.batch)
         network, k = self.denoiser("student")[0], self.partition.k
+        student.teaching(1.0).routing.check(k)
         if network.lora is not None:
             what = "student.network.lora: a student is a whole network, which needs no other"
             raise ConfigError(what, "leave it out")
@@ -317,9 +318,8 @@ class CampaignConfig(Config):
             check_settings(network.family, self.data.vae, network.patch)
         start, expert = student.origin()
         if start == "expert" and not 0 <= (expert or 0) < k:
-            raise ConfigError(
-                f"student.start: there is no expert {expert}", f"use expert:0 to expert:{k - 1}"
-            )
+            fix = f"use expert:0 to expert:{k - 1}"
+            raise ConfigError(f"student.start: there is no expert {expert}", fix)
         for number in {"expert": [expert], "average": range(k), "scratch": ()}[start]:
             if self.denoiser("expert", number)[0].architecture() != network.architecture():
                 raise ConfigError(
