@@ -1,7 +1,6 @@
 """The partition stage: cut the data set and give every run a folder with all it needs."""
 
 import numpy as np
-import torch
 
 from atoll.base.console import say
 from atoll.base.errors import DataError
@@ -144,11 +143,8 @@ def _write_runs(
         settings = config.denoiser(*run)[0]
         drawn = settings.init == SCRATCH and not (config.origin and role.wanted(config))
         start = role.init(config) or ("scratch" if drawn else "checkpoint")
-        initial: torch.nn.Module
-        if role.task == "route":
-            initial = initial_router(campaign, shape)
-        else:
-            initial = initial_network(settings, shape, config.seed)
+        routes = role.task == "route"
+        initial = initial_router(campaign, shape) if routes else initial_network(settings, shape, config.seed)
         if start == "checkpoint":
             weights = checkpoints.publish(run, initial, partition.hash, shape)
         else:

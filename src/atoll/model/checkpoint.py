@@ -188,14 +188,17 @@ class Checkpoint:
         """Copy the folder, its card last; the same network that lies there is left alone."""
         card = self.card
         if not target.holds(card):
-            # Weights that are damaged are told here, and not when somebody samples.
-            blobs = {WEIGHTS: self._weights()}
+            # Weights that are damaged are told here, and not when somebody samples. What is hashed is what is
+            # written: a file that is replaced meanwhile does no harm.
+            weights = self.store.get(f"{self.prefix}/{WEIGHTS}")
+            if sha256(weights) != card.weights_sha256:
+                raise self._foreign(WEIGHTS)
             self.config()
             target.__dict__.pop("card", None)
             # A card beside files of two networks would say that they are whole.
             target.store.delete(f"{target.prefix}/{CARD}")
             for file in FILES:
-                data = blobs.get(file) or self.store.get(f"{self.prefix}/{file}")
+                data = weights if file == WEIGHTS else self.store.get(f"{self.prefix}/{file}")
                 target.store.put(f"{target.prefix}/{file}", data)
         # The bytes that were signed are the same there; a signature of an earlier network must not stay.
         mine, other = f"{self.prefix}/{SIGNATURE}", f"{target.prefix}/{SIGNATURE}"
@@ -233,14 +236,6 @@ class Checkpoint:
         self.config()
         self.base()
         return self.card
-
-    def _weights(self) -> bytes:
-        # The bytes that are hashed are those that are used: a file that is replaced meanwhile does no harm,
-        # and networks of many gigabytes are read once.
-        data = self.store.get(f"{self.prefix}/{WEIGHTS}")
-        if sha256(data) != self.card.weights_sha256:
-            raise self._foreign(WEIGHTS)
-        return data
 
     def _write(self, settings: dict[str, Any], blocks: "Iterable[bytes]", card: Card) -> Card:
         self.__dict__.pop("card", None)  # the one that was read before this write

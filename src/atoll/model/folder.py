@@ -184,7 +184,7 @@ class FolderWriter:
         part = part_of(published.card)
         self.cards[part] = published.copy(Checkpoint(self.folder, part))
         if (base := published.base()) is not None:
-            self.base = published.card.base, lambda: base.path.read_bytes()  # kept open for the next one
+            self.base = published.card.base, base.content  # of the open file: another may lie there by then
 
     def save(self, network: "nn.Module", card: Card) -> Card:
         """Write one of them from memory; its card as it is now."""

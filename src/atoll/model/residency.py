@@ -10,7 +10,7 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -120,7 +120,10 @@ class ResidentExperts:
             if source.stored.shared == card.weights_sha256:
                 slot = _Slot.make(source.module.layout.nbytes, self.device)
                 slot.block.zero_()
-                return Unchanged(source, slot)
+                # The expert whose network this is may have learned another prediction, or schedule.
+                how = card.family, card.prediction, card.schedule, card
+                own = Expert(source.module.network, *how, replayed=source.module.replayed)
+                return Unchanged(replace(source, expert=own), slot)
         return None
 
     def close(self) -> None:
