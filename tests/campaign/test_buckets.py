@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +29,7 @@ from atoll.campaign.measured import Comparison
 from atoll.campaign.plan import make_plan
 from atoll.campaign.runs import experts_of
 from atoll.data.dataset import DataSet
+from atoll.data.weights import write_weights
 from atoll.measure.comparison import compare
 from atoll.model.generation import Residency
 from atoll.model.model import Model
@@ -56,7 +58,7 @@ SETTINGS: dict[str, Any] = {
     },
     "network": {"family": "pixart"},
     "budget": {"samples": 640},
-    "train": {"previews": 1, "validations": 2},
+    "train": {"previews": 1, "validations": 2, "milestones": 2},
 }
 SIZES = {"none": ["16x16", "24x12", "12x24"], "vae": ["32x32", "48x24", "24x48"]}
 
@@ -181,11 +183,21 @@ def test_a_server_draws_every_size_as_the_model_does(made: Path, residency: Resi
 @pytest.mark.slow
 def test_it_is_measured_at_the_size_nearest_to_a_square(made: Path) -> None:
     """And one comparison is not taken for that of other strategies."""
-    settings = ["compare.samples=6", "compare.extractor=pixels", "compare.fit_rows=20"]
+    settings = ["compare.samples=6", "compare.extractor=pixels", "compare.fit_rows=20", "compare.curve=true"]
     for name in ("top-1", "once"):
         found = compare(Campaign.open(made, [*settings, f"compare.strategies=[{name}]"]))
         assert isinstance(found, Comparison) and found.metric["reference_rows"] < 20
         assert {row.name for row in found.rows} == {"monolith", name}
+
+
+def test_held_out_rows_of_other_sizes_measure_nothing(made: Path, tmp_path: Path, run: Run) -> None:
+    dataset = Campaign.open(copy := Path(shutil.copytree(made, tmp_path / "campaign"))).dataset()
+    weights, rows = dataset.weights.copy(), dataset.split("heldout")
+    assert dataset.buckets is not None
+    weights[rows[np.ptp(dataset.buckets[rows], axis=1) == 0]] = 0
+    write_weights(dataset, {"name": "no squares"}, weights)
+    for stage in ("evaluate", "compare", "diagnose"):
+        refused(run(stage, copy), "no held-out rows of the size nearest to a square", "=train")
 
 
 def test_a_resumed_run_gives_the_same_bits_and_another_batch_is_refused(
@@ -218,10 +230,8 @@ def test_two_processes_see_the_same_rows(made: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *ranks, *train], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for file in ("weights", "ema"):
-        one, two = (
-            load_file(newest_checkpoint(folder / "islands/0") / f"{file}.safetensors")
-            for folder in (made, copy)
-        )
+        runs = (newest_checkpoint(folder / "islands/0") for folder in (made, copy))
+        one, two = (load_file(run / f"{file}.safetensors") for run in runs)
         assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
 
 
@@ -230,11 +240,8 @@ def test_a_family_of_squares_is_told_before_anything_is_written(run: Run, tmp_pa
     wrong = ("--set", "data.ingest.buckets={multiple: 4}")
     refused(run("launch", folder, *wrong), "the dit family takes square latents only", "network.family")
     tree = merged(SETTINGS, {"network": {"patch": 4}, "data": {"source": str(tmp_path)}})
-    data = {
-        "vae": "stabilityai/sd-vae-ft-mse",
-        "text_encoder": "minilm",
-        "ingest": {"size": 256, "buckets": {}},
-    }
+    encoders = {"vae": "stabilityai/sd-vae-ft-mse", "text_encoder": "minilm"}
+    data = {**encoders, "ingest": {"size": 256, "buckets": {}}}
     folder = write_campaign(tmp_path / "coarse", merged(tree, {"data": data, "network": {"patch": 2}}))
     refused(run("data", "ingest", folder), "do not divide into patches of 4: change router.patch")
     assert [path.name for path in folder.iterdir()] == ["campaign.yaml"]

@@ -42,8 +42,9 @@ from atoll.campaign.settings.measure import EXTRA
 from atoll.encoders.vision import akin
 from atoll.measure.metrics.precision_recall import PRECISION_K
 from atoll.measure.models import WIDE, Candidate, Drawn, RowConditions, stored_as
+from atoll.measure.pictures import SPLITS
 from atoll.measure.same_noise import SavedSamples, pair_table
-from atoll.measure.setup import SPLITS, CommonSetup
+from atoll.measure.setup import CommonSetup
 from atoll.model.bank import Bank
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.dispatch import Costs, Trace
@@ -129,14 +130,14 @@ class TrainingCurve:
             return setup.published(name if name in self.single else ENSEMBLE)
         device, k, residency = setup.device, setup.content.k, setup.campaign.config.sampling.residency
         dtype, stored_by = weights_dtype(residency.dtype, device), stored_as(residency)
-        if name in self.single:
-            run, whole = self.single[name], Residency(dtype=residency.dtype, keep=residency.keep)
-            how = whole, device, dtype
-            model = Model(lambda: Bank(ResidentExperts([run.stored(chosen[name])], *how)), run.card, device)
-            return Candidate(name, point.weights, model, stored=stored_by)
-        missing = sorted(set(range(k)) - set(self.experts))
+        # The published model's: settings vouch for what Atoll does not know.
+        vae, single = setup.published(ENSEMBLE).model.vae, self.single.get(name)
+        missing = sorted(set(range(k)) - set(self.experts)) if single is None else ()
 
-        def assembled() -> Bank:
+        def loaded() -> Bank:
+            if single is not None:
+                whole = Residency(dtype=residency.dtype, keep=residency.keep)
+                return Bank(ResidentExperts([single.stored(chosen[name])], whole, device, dtype))
             stored = {n: run.stored(chosen[f"experts/{n}"]) for n, run in self.experts.items()}
             experts = ResidentExperts([stored.get(n) for n in range(k)], residency, device, dtype)
             guide = Checkpoint(self.store, f"ensemble/{PRETRAIN_PART}") if self.guide else None
@@ -145,8 +146,8 @@ class TrainingCurve:
             router = Checkpoint(self.store, "ensemble/router").router(device, dtype)
             return Bank(experts, router, missing, costs, guide.expert(device, dtype=dtype) if guide else None)
 
-        model = Model(assembled, setup.router, device)
-        return Candidate(ENSEMBLE, point.weights, model, missing, stored_by)
+        model = Model(loaded, single.card if single else setup.router, device, vae=vae)
+        return Candidate(name if single else ENSEMBLE, point.weights, model, missing, stored_by)
 
     def drawn(self, asked: Mapping[str, Any]) -> Iterator[tuple[CurvePoint, str, Drawn]]:
         """Every point and model, and its samples; asked for are `strategies` of the ensemble, and `samples`
@@ -167,15 +168,9 @@ def training_curve(setup: CommonSetup, curve: TrainingCurve, asked: Mapping[str,
     for point, name, drawn in curve.drawn(asked):
         row, _, new = setup.row(name, drawn)
         show_point(row, f"{point.share:6.1%} trained", new)
-        rows.append(
-            CurveRow(
-                model=name,
-                share=point.share,
-                train_flops=point.train_flops,
-                of_monolith=ratio_of(point.train_flops, base),
-                **row.model_dump(include={"distance", "precision", "recall"}),
-            )
-        )
+        spent, part = point.train_flops, ratio_of(point.train_flops, base)
+        numbers = row.model_dump(include={"distance", "precision", "recall"})
+        rows.append(CurveRow(model=name, share=point.share, train_flops=spent, of_monolith=part, **numbers))
     order = [*curve.single, *asked["strategies"]]
     rows.sort(key=lambda row: order.index(row.model))
     reach = reach_table(rows, "pretrain" if "pretrain" in curve.single else None)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError, nearest
+from atoll.base.errors import ConfigError, nearest
 from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
@@ -21,7 +21,7 @@ from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
 from atoll.data.samples import Samples
-from atoll.measure.pictures import Batch, of_usual_size
+from atoll.measure.pictures import Batch, measured_rows
 from atoll.model.card import Card
 from atoll.model.folder import PRETRAIN_PART, read_manifest
 from atoll.model.generate import Conditions
@@ -133,9 +133,9 @@ def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
 
 
 def samples_of(campaign: Campaign, dataset: DataSet, split: str, like: Card) -> Samples:
-    """Rows of a split, with the columns that a model of this card is conditioned on."""
-    rows, config = of_usual_size(dataset, dataset.split(split)), campaign.config
-    return Samples(dataset, rows, config.condition, like.shape, token_encoder(campaign, dataset))
+    """Rows of a split, with the columns that a model of this card is conditioned on; `DataError` for none."""
+    rows, condition = measured_rows(dataset, split), campaign.config.condition
+    return Samples(dataset, rows, condition, like.shape, token_encoder(campaign, dataset))
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,7 @@ class RowConditions:
     def drawn(
         cls, campaign: Campaign, samples: Samples, split: str, count: int, seed: int
     ) -> "RowConditions":
-        """Those of `count` rows in a seeded order, repeated when there are fewer; `DataError` for none."""
-        if not len(samples):
-            raise DataError(f"the data set has no {split} rows", "choose others: evaluate.conditions")
+        """Those of `count` rows in a seeded order, repeated when there are fewer."""
         # One stream for every stage: a shorter list is the beginning of a longer one, and pictures of compare
         # and diagnose are of the same rows.
         order = torch.randperm(len(samples), generator=generator(seed, "compare")).numpy()

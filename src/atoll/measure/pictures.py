@@ -32,6 +32,7 @@ from atoll.store.store import Store
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+SPLITS = {"heldout": "held-out", "test": "test", "train": "training"}
 AT_ONCE = 64
 """Pictures that an extractor sees at once, however they are drawn."""
 
@@ -140,6 +141,17 @@ def of_usual_size(dataset: DataSet, rows: NDArray[np.int64]) -> NDArray[np.int64
     usual = sizes[(sizes.max(1) / sizes.min(1)).argmin()]
     chosen: NDArray[np.int64] = rows[(dataset.buckets[rows] == usual).all(1)]
     return chosen
+
+
+def measured_rows(dataset: DataSet, split: str) -> NDArray[np.int64]:
+    """Rows of a split whose pictures are of the usual size; `DataError` where there are none."""
+    rows = of_usual_size(dataset, dataset.split(split))
+    if not len(rows):
+        size = " of the size nearest to a square" if dataset.buckets is not None else ""
+        fix = "raise data.ingest.heldout or test, or set evaluate.conditions=train and --split train,"
+        fix = f"{fix} or diagnose.splits=[train] and diagnose.conditions=train"
+        raise DataError(f"the data set has no {SPLITS[split]} rows{size}", fix)
+    return rows
 
 
 class Rows:

@@ -24,7 +24,7 @@ from atoll.measure.models import (
     strategies_for,
     supported,
 )
-from atoll.measure.pictures import Rows, training_pictures
+from atoll.measure.pictures import SPLITS, Rows, training_pictures
 from atoll.measure.points import FOLDER as POINTS
 from atoll.measure.points import Judge, Reference
 from atoll.measure.same_noise import SavedSamples
@@ -35,7 +35,6 @@ from atoll.model.routing import Routing
 
 USUAL = ("once", "top-1", "top-2", "full", "oracle")
 """Strategies beside the campaign's own, if none are named."""
-SPLITS = {"heldout": "held-out", "test": "test"}
 NUMBERS = {"distance": "frechet", "precision": "precision", "recall": "recall"}
 COSTS = ("gflops_per_step", "experts_per_step", "router_calls_per_step", "router_share")
 """Columns of a row, of a point's metrics and of its cost."""
@@ -90,10 +89,6 @@ class CommonSetup:
             samples_of(self.campaign, self.dataset, split, self.router) for split in ("train", self.split)
         )
         self.references = len(judging)
-        if not self.references:
-            size = " of the size nearest to a square" if self.dataset.buckets is not None else ""
-            what = f"the data set has no {SPLITS[self.split]} rows{size}"
-            raise DataError(what, f"ingest with data.ingest.{self.split} above 0, or more of it")
         rows = self.train if self.config.conditions == "train" else judging
         # Conditions of a shorter list are the first of a longer one, so a curve of fewer samples than the
         # table sees the same ones.

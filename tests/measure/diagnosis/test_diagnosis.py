@@ -22,6 +22,7 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
 from atoll.campaign.settings.measure import DiagnoseConfig
+from atoll.data.weights import write_weights
 from atoll.flow.objective import noisy
 from atoll.flow.schedule import RectifiedFlow
 from atoll.measure.diagnosis import labelled_rows, stage
@@ -656,13 +657,9 @@ def test_copies_of_the_monolith_are_counted_beside_the_ensembles(folder: Path, d
 
 def test_without_held_out_rows_it_says_what_to_do(folder: Path, diagnose: Run) -> None:
     dataset = Campaign.open(folder).dataset()
-    shutil.rmtree(dataset.store.path("columns/split/column.json").parent)
-    everything = {n: torch.zeros(shard.rows, dtype=torch.uint8) for n, shard in enumerate(dataset.shards)}
-    dataset.write_column("split", {"name": "none held out"}, lambda n: {"values": everything[n]})
-    partition = folder / "partition/partition.json"
-    tree = json.loads(partition.read_text())
-    sizes = [sum(rows) for rows in zip(tree["sizes"], tree["heldout"], strict=True)]
-    partition.write_text(json.dumps({**tree, "sizes": sizes, "heldout": [0, 0]}))
+    weights = dataset.weights.copy()
+    weights[dataset.split("heldout")] = 0
+    write_weights(dataset, {"name": "none held out"}, weights)
     refused(diagnose(folder), "no held-out rows", "diagnose.splits=[train]")
     assert diagnose(folder, "diagnose.splits=[train]", "diagnose.conditions=train").code == 0
     assert "nearest" not in json.loads((folder / "reports/diagnostics.json").read_text())["tables"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from atoll.base.config import loose_fields
 from atoll.base.console import say
 from atoll.base.device import own_device, using_threads
-from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.hashing import digest
 from atoll.base.part import Part
@@ -49,7 +48,7 @@ from atoll.measure.models import (
     strategies_for,
     supported,
 )
-from atoll.measure.pictures import Rows, encoded, extraction
+from atoll.measure.pictures import Rows, encoded, extraction, measured_rows
 from atoll.measure.shards import ShardedRows, cut
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -82,12 +81,8 @@ def _diagnosed(campaign: Campaign, part: Part | None) -> Diagnosis | None:
     parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
     dataset, partition = campaign.clustered()
     wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies != [] else [])}
-    if "heldout" in wanted and len(dataset.split("heldout")) == 0:
-        raise DataError(
-            "the data set has no held-out rows",
-            "ingest with data.ingest.heldout above 0, or look at training rows:"
-            " --set diagnose.splits=[train] --set diagnose.conditions=train",
-        )
+    for split in wanted:
+        measured_rows(dataset, split)
     override = SamplingOverride.of(campaign, config)
     strategies = [str(Routing.named(name)) for name in strategies_for(campaign, config.strategies, USUAL)]
     settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)})
