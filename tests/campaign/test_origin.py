@@ -106,15 +106,23 @@ def test_every_run_starts_from_the_same_run(base: Path, further: Path) -> None:
     runs = runs_of(campaign.config)
     assert [run.name for run in runs] == ["expert 0", "expert 1", "router", "monolith", "student"]
     for run in runs:
-        trained, first = (
-            load_file(base / run.network / WEIGHTS),
-            load_file(further / run.folder / "init" / WEIGHTS),
-        )
+        folders = base / run.network, further / run.folder / "init"
+        trained, first = (load_file(folder / WEIGHTS) for folder in folders)
         assert all(torch.equal(first[name], trained[name]) for name in first)
         origin = campaign.store.get_json(f"{run.folder}/init/init.json")
         assert origin["drawn"] == {} and origin["origin"]["name"] == f"{base}/{run.network}"
         plan = RunPlan.read(campaign.store, run.plan)
         assert plan.init == "checkpoint" and plan.init_sha256 == origin["files"][1]["sha256"]
+
+
+def test_a_checkpoint_of_the_settings_is_not_looked_at(base: Path, tmp_path: Path) -> None:
+    """Nor the first campaign's monolith, where none is to be trained."""
+    origin = shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("monolith"))
+    sets = [*SETS, "monolith=false", "network.init=nowhere"]
+    new(tmp_path / "c", catalogue.text("high-resolution"), sets, str(origin))
+    prepare(campaign := Campaign.open(tmp_path / "c"))
+    inits = [RunPlan.read(campaign.store, f"{name}/island.json").init for name in ("router", "monolith")]
+    assert inits == ["checkpoint", "scratch"]
 
 
 @pytest.mark.slow
@@ -132,6 +140,7 @@ def test_it_trains_and_draws_every_size(base: Path, further: Path) -> None:
         train(Campaign.open(further))
     finally:
         moved.rename(base)
+    assert "continue from those of another campaign" in (further / "ensemble/README.md").read_text()
     model = Model.load(further, encoders=Campaign.open(further).config.encoders)
     assert model.generation.shift == 2
     for size in ("32x32", "48x24", "24x48"):

@@ -35,7 +35,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
     partition = read_partition(store)
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     facts["partition"] = {key: getattr(partition, key) for key in ("method", "encoder", "sizes")}
-    facts["data"] = {}
+    facts |= {"data": {}, "origin": bool(campaign.config.origin)}
     # From the data set or, on a machine that has islands only, from an island's part of it.
     for place in (None, *(f"{run.folder}/data" for run in experts_of(partition.k))):
         with suppress(AtollError):

@@ -141,7 +141,7 @@ def _write_runs(
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
         settings = config.denoiser(*run)[0]
-        drawn = settings.init == SCRATCH and not (config.origin and role.wanted(config))
+        drawn = not role.wanted(config) if config.origin else settings.init == SCRATCH
         start = role.init(config) or ("scratch" if drawn else "checkpoint")
         routes = role.task == "route"
         initial = initial_router(campaign, shape) if routes else initial_network(settings, shape, config.seed)

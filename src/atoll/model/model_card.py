@@ -34,12 +34,13 @@ def model_card(
     caption += [form.format(drawn[key]) for key, form in words.items() if key in drawn]
 
     # Compute: what the ensemble took, of which the experts shared a part, and what it is compared with.
-    trained, shared = (
-        sum(card.train_flops for card in experts.values()),
-        float(about.get("pretrain_flops") or 0),
-    )
+    trained = sum(card.train_flops for card in experts.values())
+    shared = float(about.get("pretrain_flops") or 0)
     together = trained + router.train_flops + shared
-    starts = {number: card.provenance.get("init", {}).get("kind", "") for number, card in experts.items()}
+    # Islands may have checkpoints of their own, or none.
+    starts = {number: card.provenance.get("init", {}) for number, card in experts.items()}
+    kinds, weights = ({str(init.get(key)) for init in starts.values()} for key in ("kind", "weights_sha256"))
+    one = kinds == {"checkpoint"} and len(weights) == 1
     return render(
         "ensemble.md",
         "atoll.model",
@@ -52,7 +53,7 @@ def model_card(
         call=CALLS[router.condition],
         defaults=defaults,
         name=name,
-        in_common=sharing_sentence(shared / together if together else 0.0, "checkpoint" in starts.values()),
+        in_common=sharing_sentence(shared / together if together else 0.0, one, bool(about.get("origin"))),
         starts=starts,
         compute={
             "experts": trained,
