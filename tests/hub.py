@@ -1,5 +1,6 @@
-"""A hub on the loopback interface: one repository, which the real client lists and reads by ranges."""
+"""A hub on the loopback interface: one repository, which the real client lists, reads by ranges and fills."""
 
+import base64
 import hashlib
 import json
 import re
@@ -12,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from s3 import listening
 
-NAME = "someone/pictures"
+NAME = "me/model"
 
 
 @dataclass
@@ -24,13 +25,41 @@ class Hub:
         branch: the commit that `main` is.
         torn: every so many answers with content end after half of it; 0 for none.
         asked: ranges that were asked for.
+        fetched: paths whose content was asked for.
+        created: what was asked for when a repository was to be there.
+        refuse: parts of paths of requests, and the status they are answered with.
     """
 
     files: dict[str, dict[str, bytes]]
     branch: str
     torn: int = 0
     asked: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
+    created: list[dict[str, Any]] = field(default_factory=list)
+    refuse: dict[str, int] = field(default_factory=dict)
     url: str = ""
+
+    @property
+    def tree(self) -> dict[str, bytes]:
+        """What lies on `main`."""
+        return self.files[self.branch]
+
+    def push(self, path: str, body: bytes) -> dict[str, Any]:
+        """The answer to a request of a push; what it uploads or deletes has happened then."""
+        if path.endswith("/repos/create"):
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/{NAME}", "name": NAME, "id": "1"}
+        if "/preupload/" in path:
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            return {"files": [{"path": file["path"], **how} for file in json.loads(body)["files"]]}
+        for line in body.decode().splitlines() if "/commit/" in path else ():
+            key, value = (entry := json.loads(line))["key"], entry["value"]
+            if key == "file":
+                self.tree[value["path"]] = base64.b64decode(value["content"])
+            elif key == "deletedFile":
+                del self.tree[value["path"]]
+        commit = {"commitOid": self.branch, "commitUrl": f"{self.url}/{NAME}/commit/{self.branch}"}
+        return {"success": True, "name": "me", "type": "user", **commit}
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:
@@ -48,19 +77,26 @@ def serve(files: dict[str, dict[str, bytes]], branch: str) -> Iterator[Hub]:
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = unquote(urlsplit(self.path).path)
-            about = re.fullmatch(rf"/api/datasets/{NAME}/(revision|tree|paths-info)/([^/]+)(.*)", path)
-            content = re.fullmatch(rf"/datasets/{NAME}/resolve/([^/]+)/(.+)", path)
-            commit = hub.branch if about and about[2] == "main" else about[2] if about else ""
-            if about and commit in hub.files and not about[3]:  # there are no folders
-                tree = [_entry(*item) for item in hub.files[commit].items()]
+            about = re.fullmatch(rf"/api/\w+/{NAME}(?:/(revision|tree|paths-info)/([^/]+))?", path)
+            content = re.fullmatch(rf"(?:/datasets)?/{NAME}/resolve/([^/]+)/(.+)", path)
+            named = (about and about[2]) or (content and content[1]) or "main"
+            commit = hub.branch if named == "main" else named
+            held, refused = hub.files.get(commit), [s for part, s in hub.refuse.items() if part in path]
+            if refused:
+                self.send(refused[0], b'{"error": "you may not do that"}')
+            elif about and held is not None:
+                tree = [_entry(*item) for item in held.items()]
                 if about[1] == "paths-info":
                     wanted = re.findall(r"paths=([^&]*)", body.decode()) or json.loads(body)["paths"]
                     tree = [entry for entry in tree if entry["path"] in map(unquote, wanted)]
                 siblings = [{"rfilename": entry["path"]} for entry in tree]
-                found = {"id": NAME, "sha": commit, "siblings": siblings, "tags": []}
-                self.send(200, json.dumps(found if about[1] == "revision" else tree).encode())
-            elif content and content[2] in hub.files.get(content[1], {}):
-                self.content(content[1], hub.files[content[1]][content[2]])
+                found = {"id": NAME, "sha": commit, "siblings": siblings, "tags": [], "private": False}
+                self.send(200, json.dumps(found if about[1] in (None, "revision") else tree).encode())
+            elif content and content[2] in (held or {}):
+                hub.fetched += [content[2]] * (self.command == "GET")
+                self.content(commit, hub.files[commit][content[2]])
+            elif self.command == "POST" or path.endswith("/whoami-v2"):
+                self.send(200, json.dumps(hub.push(path, body)).encode())
             else:
                 self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
 

@@ -28,9 +28,9 @@ from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.networks.families import family
 from atoll.store.store import Store
-from export.hub import Hub
 from helpers import Run, assembled, refused
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
+from hub import Hub, serve
 
 PROMPTS: dict[str, Any] = {"prompt": ["a red square", "bar", "", "two green"]}
 EXPERT = "experts/1/" + WEIGHTS
@@ -501,28 +501,26 @@ def test_what_cannot_be_loaded_is_told(saved: Path, tmp_path: Path, monkeypatch:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that the client of this process talks to, with a token that it takes."""
-    served = Hub()
-    constants = {
-        "ENDPOINT": served.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-    }
-    for name, value in constants.items():
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-    huggingface_hub.close_session()  # one that was made offline stays so
-    yield served
-    huggingface_hub.close_session()
-    served.shutdown()
-    served.server_close()
+    with serve({"1" * 40: {}}, "1" * 40) as served:
+        constants = {
+            "ENDPOINT": served.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_none")
+        huggingface_hub.close_session()  # one that was made offline stays so
+        yield served
+        huggingface_hub.close_session()
 
 
 def test_only_the_experts_that_are_asked_for_are_fetched(hub: Hub, tmp_path: Path) -> None:
     made, cache = pipeline(), {"cache_dir": tmp_path / "cache"}
     made.save_pretrained(tmp_path / "model")
     made.push_to_hub("me/model")
-    assert set(hub.files) == {
+    assert set(hub.tree) == {
         path.relative_to(tmp_path / "model").as_posix() for path in (tmp_path / "model").rglob("*.*")
     }
 
@@ -548,16 +546,16 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_export_is_pushed_whole(letters: Path, hub: Hub, tmp_path: Path, run: Run) -> None:
     """What the repository holds of an earlier export goes; what its owner wrote beside it stays."""
-    hub.files = {"experts/7/card.json": b"", "model.sig": b"", "NOTES.md": b"mine"}
+    hub.files[hub.branch] = {"experts/7/card.json": b"", "model.sig": b"", "NOTES.md": b"mine"}
     argv = ["export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model"]
     done = run(*argv, "--private", "--licence", "CC BY 4.0")
     assert done.code == 0 and done.out.splitlines()[-1] == f"pushed to {hub.url}/me/model", done
     written = {p.relative_to(tmp_path / "out").as_posix(): p for p in (tmp_path / "out").rglob("*.*")}
-    assert hub.files == {name: path.read_bytes() for name, path in written.items()} | {"NOTES.md": b"mine"}
+    assert hub.tree == {name: path.read_bytes() for name, path in written.items()} | {"NOTES.md": b"mine"}
     assert [made["visibility"] for made in hub.created] == ["private"]
-    head = yaml.safe_load(hub.files["README.md"].split(b"---\n")[1])
+    head = yaml.safe_load(hub.tree["README.md"].split(b"---\n")[1])
     assert (head["library_name"], head["license"]) == ("atoll", "cc-by-4.0")
-    assert b'from_pretrained("me/model")' in hub.files["README.md"]
+    assert b'from_pretrained("me/model")' in hub.tree["README.md"]
     # A repository that is there keeps who may see it, and by default the hub decides.
     assert run(*argv).code == 0 and "visibility" not in hub.created[-1]
 
@@ -576,7 +574,7 @@ def test_what_the_hub_refuses_is_no_push(
     hub.refuse = refuse
     done = run("export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model")
     refused(done, "the push to me/model failed", *words)
-    assert hub.files == {} and "pushed" not in done.out
+    assert hub.tree == {} and "pushed" not in done.out
     # Who may not even log in learns it before anything is written.
     assert (tmp_path / "out").exists() == ("/whoami-v2" not in refuse)
 
