@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def test_experts_share_one_network_in_memory(campaign: Path) -> None:
     model.bank.pretrain = guide
     assert [p.tobytes() for p in model([0, 1], each=3, seed=5)] == [p.tobytes() for p in pictures]
 
+    # Threads take turns at it.
+    def draw(number: int) -> bytes:
+        routing = f"once without {number % 2}"
+        return b"".join(p.tobytes() for p in model([0, 1], steps=20, seed=5, routing=routing))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(draw, range(6))] == [draw(0), draw(1)] * 3
+
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
 def test_the_shared_network_is_stored_in_one_byte_a_number(
@@ -141,7 +150,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_change(
     told_to_leave(5)
     with pytest.raises(Interrupted, match="left at step 5 of"):
         train_run(Campaign.open(stopped), "expert", 0)
-    train_run(Campaign.open(stopped), "expert", 0)
+    # In a thread, where Python lets nobody listen for signals.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train_run, Campaign.open(stopped), "expert", 0).result()
     assert [entry["step"] for entry in entries(island) if entry["kind"] == "resume"] == [5]
     assert same_bits(island, campaign / "islands/0")
 

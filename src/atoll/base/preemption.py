@@ -41,7 +41,9 @@ def catch_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         stop_requested.append(number)
 
-    before = {s: signal.signal(s, note) for s in SIGNALS}
+    # In other threads Python sets none: there a run goes to its end.
+    main = threading.current_thread() is threading.main_thread()
+    before = {s: signal.signal(s, note) for s in SIGNALS if main}
     try:
         yield stop_requested
     finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.base.condition import Condition, Denoiser
 from atoll.base.errors import ConfigError
 from atoll.model.card import Card
+from atoll.model.replay import COMPUTING
 from atoll.model.routing import STRATEGIES, Routing
 
 
@@ -161,16 +162,17 @@ class Dispatch:
         next: Sequence[int] = (),
     ) -> Float[Tensor, "B C H W"]:
         """`sum_k weights_k v_k(x_t)`; `next` are experts that are wanted after this run, in order."""
-        order: Sequence[int] = self.numbers
-        if isinstance(experts, Prefetching):
-            order = experts.prefetch(self.numbers, next)
         velocities = {}
-        for number in order:
-            part, expert = self._parts[number], experts[number]
-            if expert is None:
-                raise ConfigError(f"expert {number} is missing, and yet was asked", "list it in `missing`")
-            states, times = (x_t, t) if part.rows is None else (x_t[part.rows], t[part.rows])
-            velocities[number] = expert.velocity(states, times, part.cond)
+        with COMPUTING:
+            order: Sequence[int] = self.numbers
+            if isinstance(experts, Prefetching):
+                order = experts.prefetch(self.numbers, next)
+            for number in order:
+                part, expert = self._parts[number], experts[number]
+                if expert is None:
+                    raise ConfigError(f"expert {number} is missing, and yet was asked", "put it in `missing`")
+                states, times = (x_t, t) if part.rows is None else (x_t[part.rows], t[part.rows])
+                velocities[number] = expert.velocity(states, times, part.cond)
         # One expert for all rows: its answer is the sum, without a pass over the batch.
         alone = self._parts[self.numbers[0]] if len(self.numbers) == 1 else None
         if alone is not None and alone.rows is None and alone.weights is None:

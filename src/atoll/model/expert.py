@@ -27,7 +27,7 @@ from atoll.flow.prediction import flow_velocity
 from atoll.flow.schedule import schedule
 from atoll.flow.settings import Prediction
 from atoll.model.card import REMEDY, Card
-from atoll.model.replay import Replayed
+from atoll.model.replay import COMPUTING, Replayed
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.store.store import Absent
@@ -97,7 +97,8 @@ class RouterModel:
     ) -> Float[Tensor, "B K"]:
         """Logits of `p(k | x_t, t, cond)`, computed in the type of the network's weights."""
         dtype = next(self.network.parameters()).dtype
-        return self._logits(x_t.to(dtype), t, cond).to(x_t.dtype)
+        with COMPUTING:
+            return self._logits(x_t.to(dtype), t, cond).to(x_t.dtype)
 
 
 class FileWeights(Mapping[str, Tensor]):

@@ -7,6 +7,7 @@ for 16. An ensemble makes K calls of few rows where one network makes one of man
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from threading import RLock
 from weakref import WeakSet
 
 import torch
@@ -18,6 +19,8 @@ from atoll.networks.lora import is_change
 Call = Callable[[Tensor, Tensor, Condition], Tensor]
 MOST = 48
 """Graphs of one network; the least recently used makes room."""
+COMPUTING = RLock()
+"""Held while networks compute: graphs share memory, as experts may share a network, so threads take turns."""
 
 
 @dataclass

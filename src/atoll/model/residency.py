@@ -31,7 +31,7 @@ ALIGNMENT = 256  # bytes; what CUDA's allocator gives, and a multiple of what th
 class ResidentExperts:
     """Experts of an ensemble that share a budget of device memory; use it as `Bank(experts=...)`.
 
-    For one sampling at a time: only the caller's thread chooses slots, and a worker only copies.
+    One thread at a time (`replay.COMPUTING`) chooses slots, and a worker only copies.
 
     Args:
         stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
@@ -72,10 +72,8 @@ class ResidentExperts:
         self.capacity, self._most = self.residency.places(len(self._experts), self.place_bytes)
         self._slots: list[_Slot] = []
         self._queue: deque[int] = deque()
-        self._worker: ThreadPoolExecutor | None = None
-        if self.residency.prefetch:
-            # One thread, of one core: torch would give it a team of threads that wait beside the step's.
-            self._worker = ThreadPoolExecutor(1, "experts", torch.set_num_threads, (1,))
+        # One thread, of one core: torch would give it a team of threads that wait beside the step's.
+        self._worker = ThreadPoolExecutor(1, "experts", torch.set_num_threads, (1,))
         self._host: HostMemory | None = None
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -164,7 +162,7 @@ class ResidentExperts:
 
     def _bring_ahead(self, running: "_Slot | None") -> None:
         # Whoever is wanted earlier keeps its slot, or it would have to be brought again.
-        if self._worker is None:
+        if not self.residency.prefetch:
             return
         wanted = list(self._queue)
         for position, number in enumerate(wanted):
@@ -196,15 +194,7 @@ class ResidentExperts:
         slot.number = number
         self.loads += 1
         self.loaded_bytes += self._experts[number].module.layout.nbytes
-        if self._worker is not None:
-            slot.pending = self._worker.submit(self._copy, slot, number)
-            return
-        slot.pending = Future()
-        try:
-            self._copy(slot, number)
-            slot.pending.set_result(None)
-        except BaseException as error:
-            slot.pending.set_exception(error)
+        slot.pending = self._worker.submit(self._copy, slot, number)
 
     def _copy(self, slot: "_Slot", number: int) -> None:
         source = self._experts[number]
