@@ -57,6 +57,7 @@ def test_names_and_spellings() -> None:
         ("top 1", "did you mean 'top-1'"),
         ("", "valid: "),
         ("top-0", "k = 0"),
+        ("sample-4097", "give k from 1 to 4096"),  # each draw costs memory, of a server too
         ("top-x", "'k'"),
         ("top(2)", "is no form of top-k: write top-1, top-1 every 5"),
         ("threshold(0)", "p = 0.0"),
@@ -101,8 +102,10 @@ def test_how_many_experts_suffice() -> None:
         assert Routing.named(name).possible(least) and not Routing.named(name).possible(least - 1)
     assert Routing.named("sample-9 null sample-9").possible(1)
     assert weights("sample-9").sum() == pytest.approx(1)  # draws are with replacement
-    with pytest.raises(ConfigError, match="'top-5' with 4 experts"):
-        weights("top-5")
+    few = "'top-5' with 4 experts: give k of at most 4"
+    for name, words in (("top-5", few), ("top-4 without 0", "at most 3"), ("full without 0,1,2,3", "fewer")):
+        with pytest.raises(ConfigError, match=words):
+            weights(name)
 
 
 @pytest.mark.parametrize(

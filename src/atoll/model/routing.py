@@ -45,7 +45,7 @@ class Routing(Config):
     """Routing strategy: full, top-k, threshold, sample-k, nucleus, oracle, once, or another key of
     `STRATEGIES`."""
     k: int = 1
-    """Number of experts (top-k), or of draws with replacement (sample-k)."""
+    """Number of experts (top-k), or of draws with replacement (sample-k); at most 4096."""
     p: float | None = None
     """Minimum weight (threshold) or probability mass (nucleus), in (0, 1]; these two need it."""
     temperature: float = 1.0
@@ -88,7 +88,7 @@ class Routing(Config):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
         out_of_range = (
-            (self.k < 1, f"with k = {self.k}", "give k of 1 or more"),
+            (not 1 <= self.k <= 4096, f"with k = {self.k}", "give k from 1 to 4096"),
             ("p" in uses and not 0 < (self.p or 0) <= 1, f"with p = {self.p}", "give p above 0, at most 1"),
             (not 0 < self.temperature < inf, f"at temperature {self.temperature}", "give one above 0"),
             (self.every < 1, f"every {self.every} steps", "give 1 or more"),
@@ -111,8 +111,7 @@ class Routing(Config):
         # The null branch comes last, so that "every" and "without" may belong to either branch.
         conditional, word_null, null = text.strip().lower().partition(" null ")
         match = _GRAMMAR.fullmatch(conditional.strip())
-        groups = ("word", "dash", "args", "every", "without")
-        word, dash, args, every, without = match.group(*groups) if match else (None,) * 5
+        word, dash, args, every, without = match.groups() if match else (None,) * 5
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
             forms = [*_forms().split(", "), f"null {PRETRAIN}"]
@@ -178,8 +177,7 @@ class Routing(Config):
 
     def experts_per_step(self, k: int) -> int:
         """Most experts of K that one branch of a sample is evaluated by at a step."""
-        most = self.rule.experts(self)
-        return k if most is None else min(most, k)
+        return min(self.rule.experts(self) or k, k)
 
     def possible(self, experts: int) -> bool:
         """Whether there are experts enough, both branches looked at."""
@@ -198,7 +196,9 @@ class Routing(Config):
             what = f"routing {str(self)!r}: there is no expert {self.without[-1]}"
             raise ConfigError(what, f"give numbers below {experts}")
         if not self.possible(experts):
-            raise ConfigError(f"routing {str(self)!r} with {experts} experts", f"give k of at most {experts}")
+            left = experts - len(self.without)
+            fix = f"give k of at most {left}" if left else "leave fewer out"
+            raise ConfigError(f"routing {str(self)!r} with {experts} experts", fix)
         return self
 
     def describe(self) -> str:
