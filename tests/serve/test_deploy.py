@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -96,6 +97,11 @@ def test_streams_pass_nginx_as_they_come_and_a_server_can_leave(
                 assert servers[0].stop() == 0
         for thread in threads:
             thread.join(60)
+    # A server that is full is not a dead one: nginx passes its answer on, and has none of its own.
+    heavy = {"json": {"prompt": "1", "n": 10, "steps": 250}, "timeout": 60}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(lambda _: httpx.post(f"{address}{PLACE}", **heavy), range(8))]
+    assert {answer.status_code for answer in answers} == {200, 429}
     assert not failed and len(done) == 24 and len({*done}) == 1
     assert done[0] == expected.convert("RGB").tobytes()
 
