@@ -59,17 +59,18 @@ function show(names) {
   );
 }
 
-/** Add a column; what the server does not know is said at once, before anything is drawn. */
+/** Add a column; what the server does not know is said at once, before anything is drawn. Whether it is there. */
 async function add(name) {
   const clean = name.trim().replace(/^ensemble:/, "").toLowerCase();
-  if (!clean || columns.includes(clean)) return;
+  if (!clean || columns.includes(clean)) return true;
   const { model, routing } = split(clean);
   const problem = await ask(`/v1/models/${encodeURIComponent(routing ? `${model}:${routing}` : model)}`).then(() => "", (error) => error.message);
   say(problem);
   another.setAttribute("aria-invalid", Boolean(problem));
-  if (problem) return;
+  if (problem) return false;
   another.value = "";
   show([...columns, clean]);
+  return true;
 }
 
 function settings() {
@@ -91,10 +92,16 @@ function restore() {
   if (pairs.getAll("by").length) show(pairs.getAll("by"));
 }
 
+function again() {
+  restore();
+  draw();
+}
+
 // Drawing.
 
 async function draw() {
   await adding;
+  if (!columns.length) return; // nothing is known of the models yet, and the page says why
   drawing?.abort();
   const chosen = settings();
   history.replaceState(null, "", link(chosen));
@@ -117,12 +124,14 @@ async function draw() {
 
 async function stream(one, chosen, count, signal) {
   const { model, routing } = split(one.name);
-  const numbers = Object.fromEntries(["seed", "steps", "guidance"].filter((name) => chosen[name] !== "").map((name) => [name, Number(chosen[name])]));
+  const numbers = Object.fromEntries(["steps", "guidance"].filter((name) => chosen[name] !== "").map((name) => [name, Number(chosen[name])]));
   const body = { prompt: form.prompt.disabled ? "" : chosen.prompt, model, n: count, stream: true, partial_images: 3, ...numbers };
   if (routing) body.routing = routing;
   if (chosen.size) body.size = chosen.size;
   if (chosen.negative && models[model]?.atoll?.condition === "text") body.negative = chosen.negative;
-  const answer = await ask("/v1/images/generations", { method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  // The seed has 63 bits, which a number of JavaScript's would round to another seed.
+  const text = JSON.stringify(body).replace(/\}$/, `,"seed":${BigInt(chosen.seed)}}`);
+  const answer = await ask("/v1/images/generations", { method: "POST", signal, headers: { "Content-Type": "application/json" }, body: text });
   for await (const event of events(answer.body)) {
     if (event.error) throw new Error(event.error.message);
     one.take(event);
@@ -251,14 +260,14 @@ function words({ experts, probabilities }, number, count) {
 }
 
 /** The same noise again, with one expert left out beside it. */
-function without(expert, name) {
+async function without(expert, name) {
   const { routing } = split(name);
   const base = routing ?? models.ensemble.atoll.routing;
   const [conditional, ...rest] = base.split(" null ");
   const [strategy, out = ""] = conditional.split(" without ");
   const left = [...new Set([...out.split(",").filter(Boolean), expert].map(Number))].sort((a, b) => a - b);
   adding = add([`${strategy} without ${left.join(",")}`, ...rest].join(" null "));
-  draw();
+  if (await adding) draw();
 }
 
 // History.
@@ -269,7 +278,8 @@ function remember(chosen, one) {
   const place = link(chosen);
   for (const old of [...list.children]) if (old.dataset.place === place) old.remove();
   list.prepend(make("li", { "data-place": place },
-    make("a", { href: place, title: chosen.columns.join(", ") }, make("img", { class: "shot", src: one.picture(), alt: "" }), make("bdi", {}, chosen.prompt || "no prompt"))));
+    // A link to where the page is already is no change of its address.
+    make("a", { href: place, title: chosen.columns.join(", "), onclick: () => location.hash === place && again() }, make("img", { class: "shot", src: one.picture(), alt: "" }), make("bdi", {}, chosen.prompt || "no prompt"))));
   while (list.childElementCount > 24) list.lastElementChild.remove();
 }
 
@@ -284,7 +294,7 @@ document.querySelector("#link").addEventListener("click", async () => {
   history.replaceState(null, "", place);
   await navigator.clipboard?.writeText(place).then(() => say("Copied."), () => say("Copy the link from the address bar."));
 });
-addEventListener("hashchange", () => { restore(); draw(); });
+addEventListener("hashchange", again);
 onKey(begin);
 if (location.hash.length > 1) restore();
 begin();
