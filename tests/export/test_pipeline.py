@@ -143,13 +143,14 @@ def test_kinds_of_output_show_one_picture(pipe: AtollPipeline) -> None:
 def test_a_callback_may_change_the_state_and_stop(pipe: AtollPipeline) -> None:
     def zero(pipe: AtollPipeline, step: int, timestep: Tensor, state: State) -> State:
         state["latents"].zero_()
-        return {"latents": state["latents"]} if step == 3 else {}
+        return {"latents": state["latents"].half()} if step == 3 else {}
 
     def stop(pipe: AtollPipeline, step: int, timestep: Tensor, state: State) -> State:
         pipe._interrupt = step == 1
         return {}
 
-    assert not latents(pipe, [0, 1], callback_on_step_end=zero).any()
+    zeros = latents(pipe, [0, 1], callback_on_step_end=zero)
+    assert zeros.dtype == torch.float32 and not zeros.any()
     made = pipe(class_labels=[0], generator=generators(1), callback_on_step_end=stop)
     assert made.routing.stacked().shape[0] == 2
 

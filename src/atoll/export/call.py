@@ -173,14 +173,14 @@ def _seed_of(generator: torch.Generator | None) -> int:
 
 
 def checked_latents(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """Latents, refused if they are of another shape or not finite."""
+    """Latents in float32, as all sampling is; refused if they are of another shape or not finite."""
     if not isinstance(value, Tensor):
         raise ConfigError(f"{name}: {type(value).__name__} instead of a tensor", f"give shape {shape}")
     if tuple(value.shape) != shape:
         raise ConfigError(f"{name} of shape {tuple(value.shape)}", f"give {shape}")
     if not torch.isfinite(value).all():
         raise ConfigError(f"{name} holds numbers that are not finite", "look at where it comes from")
-    return value
+    return value.float()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput, is_accelerate_available
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from atoll.model.routing import PRETRAIN, Routing
 from atoll.networks.router import Router
 
 logger = logging.getLogger(__name__)
-OnStepEnd = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None]
 NOT_TAKEN = {
     "custom_pipeline": "this class is the pipeline, and no code is fetched",
     "trust_remote_code": "no code is fetched",
@@ -83,7 +83,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         experts: ExpertBank,
         router: Router,
         scheduler: Any,
-        vae: nn.Module | None = None,
+        vae: AutoencoderDC | AutoencoderKL | AutoencoderTiny | None = None,  # `from_pipe` goes by the type
         text_encoder: nn.Module | None = None,
         tokenizer: Any = None,
         text_encoder_2: nn.Module | None = None,
@@ -147,7 +147,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         width: int | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end: Callable[[Any, int, Any, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> AtollPipelineOutput | tuple[Any, Trace]:
         """Pictures of prompts, of class labels, or of nothing, as the experts were trained.
