@@ -3,13 +3,16 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from fastapi import Request
 from PIL import Image
 
 from atoll.base.errors import ConfigError
@@ -17,7 +20,8 @@ from atoll.model.expert import Expert
 from atoll.model.generation import Generation, Residency
 from atoll.model.model import Model
 from atoll.model.sampler import Sampler
-from atoll.serve.engine import READY, Drawn, Engine, Event, Failed, Job, Refused
+from atoll.serve.app import _fragment
+from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job, Refused
 from atoll.serve.metrics import Metrics
 from atoll.serve.server import create_app
 from atoll.serve.settings import ServeSettings
@@ -149,10 +153,11 @@ def test_what_a_picture_tells_of_its_routing(client: Client, model: Model) -> No
             assert sum(entry["probabilities"]) == pytest.approx(1, abs=1e-3)
 
 
-def test_partial_pictures_come_before_the_whole(client: Client) -> None:
-    job = client.ask(WAYS[1], partial=3)
+@pytest.mark.parametrize(("steps", "shown"), [(7, [0, 1, 2]), (2, [0]), (1, [])])
+def test_partial_pictures_come_before_the_whole(steps: int, shown: list[int], client: Client) -> None:
+    job = client.ask(WAYS[1].with_(steps=steps), partial=3)
     client.images(job)
-    assert [event.index for event in client.of(job)] == [0, 1, 2, None]  # type: ignore[union-attr]
+    assert [event.index for event in client.of(job)] == [*shown, None]  # type: ignore[union-attr]
 
 
 def test_only_the_guilty_request_fails(
@@ -173,6 +178,16 @@ def test_only_the_guilty_request_fails(
     until(lambda: client.of(bad))
     (failure,) = client.of(bad)
     assert isinstance(failure, Failed) and failure.repeats and "a kernel fell over" in failure.message
+
+
+def test_an_engine_whose_device_is_lost_ends(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fail all requests for ever, and be called ready."""
+    client = serving()
+    monkeypatch.setattr(Expert, "velocity", lambda *_: 1 / 0)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **more: 1 / 0)
+    job = client.ask(WAYS[1])
+    until(lambda: client.engine.state == FAILED and not job.waiting)
+    assert [(event.code, event.repeats) for event in client.of(job)] == [("server_stopped", False)]  # type: ignore[union-attr]
 
 
 def test_out_of_memory_halves_the_batch(
@@ -286,6 +301,20 @@ def test_without_keys_only_its_own_pages_and_programs_are_answered(client: Clien
     for plain in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
         assert asyncio.run(ask(plain, PLACE)) == 415
     assert client.metric("atoll_rejected_total", reason="origin") == 21
+
+
+def test_pages_that_wait_for_a_slow_store_hold_one_thread() -> None:
+    """The others compress pictures."""
+    found = threading.Event()
+    answer: Callable[..., Any] = _fragment(lambda: str(found.wait(60)), 60)
+
+    async def ask() -> None:
+        pages = [asyncio.ensure_future(answer(Request({"type": "http", "headers": []}))) for _ in range(64)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.to_thread(found.set), 30)
+        assert {page.body for page in await asyncio.gather(*pages)} == {b"True"}
+
+    asyncio.run(ask())
 
 
 def test_draining_finishes_what_was_accepted(serving: Serving) -> None:

@@ -29,7 +29,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"# ours\nanother-key-of-some-length\n{KEY}\n")
-    served = Server(folder, "--keys", str(keys), "--set", "queue=400")
+    served = Server(folder, "--keys", str(keys), "--set", "queue=400", "--set", "kept=4")
     yield served
     assert served.stop() == 0, served.said
 
@@ -117,7 +117,9 @@ def test_streams_bring_partial_pictures_and_the_whole(client: openai.OpenAI) -> 
         ({"extra_body": {"negative": "ugly"}}, "invalid_request", None),
         ({"model": "gpt-image-1"}, "model_not_found", "model"),
         ({"model": "ensemble:topp"}, "invalid_value", "routing"),
+        ({"model": "ensemble:" + "full null " * 1000}, "model_not_found", "model"),
         ({"n": 11}, "invalid_value", "n"),
+        ({"n": 5, "response_format": "url"}, "invalid_value", "response_format"),
         ({"size": "1024x1024"}, "invalid_size", "size"),
         ({"prompt": "a text"}, "invalid_request", None),
         ({"prompt": 3}, "invalid_value", "prompt"),
@@ -169,6 +171,7 @@ def test_a_request_is_one_line_of_the_log(server: Server, client: openai.OpenAI)
 
 def test_keys_and_what_is_open_without(server: Server) -> None:
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+    assert (head := httpx.head(f"{server.address}/health")).status_code == 200 and not head.content
     assert httpx.get(f"{server.address}/ready").json() == {"status": "ready"}
     for key in ("wrong", KEY + "x", KEY[:-1]):
         answer = httpx.get(f"{server.address}/metrics", headers={"Authorization": f"Bearer {key}"})

@@ -29,9 +29,8 @@ def serve(
     from atoll.serve.server import serve as run
     from atoll.serve.settings import ServeSettings
 
-    run(
-        source, ServeSettings.of(with_options(sets, "", **address)), read_keys(keyring), list(trusted) or None
-    )
+    settings = ServeSettings.of(with_options(sets, "", **address))
+    run(source, settings, read_keys(keyring), list(trusted) or None)
 
 
 @click.command()

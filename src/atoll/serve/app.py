@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
@@ -104,7 +103,7 @@ def parse(body: Any) -> ImageRequest:
 def split_model(name: str | None, models: list[str]) -> tuple[str, str | None]:
     """The model and the strategy that a name such as `ensemble:top-1` means; `ApiError` if there is none."""
     base, _, routing = (name or models[0]).partition(":")
-    if base not in models or (routing and base != "ensemble"):
+    if base not in models or (routing and base != "ensemble") or len(routing) > 200:
         hint = nearest(str(name)[:100], listed(models))
         raise ApiError(404, f"there is no model {str(name)[:100]!r}: {hint}", "model_not_found", "model")
     return base, routing or None
@@ -185,6 +184,8 @@ class RequestLog:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started, status = time.monotonic(), 500
+        # Probes ask for heads; uvicorn sends no body for them.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -192,7 +193,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, note)
+            await self._app(asked, receive, note)
         finally:
             # Quoted, so that a line's end is %0A: a path could else forge lines of the log.
             path = quote(scope["path"][:200], safe="/:")
@@ -285,20 +286,17 @@ def add_pages(app: FastAPI, playground: bool, dashboard: Dashboard | None) -> No
 
 def _fragment(make: Callable[[], str], seconds: float) -> Callable[..., object]:
     """An endpoint that answers with what a function gives, made anew after so many seconds."""
-    lock, made, text = threading.Lock(), 0.0, ""
-
-    def latest() -> str:
-        nonlocal made, text
-        with lock:  # many pages cost one look at the campaign
-            if not text or time.monotonic() - made > seconds:
-                text, made = make(), time.monotonic()
-            return text
+    lock, made, content = asyncio.Lock(), 0.0, b""
 
     async def answer(request: Request) -> Response:
-        try:
-            content = (await asyncio.to_thread(latest)).encode("utf-8", "replace")
-        except AtollError as error:
-            raise ApiError(503, str(error), "unreadable", after=EVERY) from None
+        nonlocal made, content
+        async with lock:  # many pages cost one look at the campaign, and one thread
+            if not content or time.monotonic() - made > seconds:
+                try:
+                    content = (await asyncio.to_thread(make)).encode("utf-8", "replace")
+                except AtollError as error:
+                    raise ApiError(503, str(error), "unreadable", after=EVERY) from None
+                made = time.monotonic()
         headers = {**HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)

@@ -324,7 +324,6 @@ class Engine:
         except Exception:
             # Each row alone, so that only the request falls whose row cannot be evaluated.
             self.metrics.failed_batches.inc()
-            del self._running[lane]
             whole = []
             for n, row in enumerate(sampler.rows):
                 if not row.owner.job.waiting:
@@ -333,12 +332,15 @@ class Engine:
                 try:
                     _step(alone)
                 except Exception as error:
+                    # On a device that is lost this fails too, and ends the engine: a new process has to come.
+                    torch.zeros(1, device=alone.x.device).tolist()
                     reason = f"the request failed at step {row.step}: {first_line(error)}"
                     self._fail(row.owner.job, Failed("internal_error", reason))
                 else:
                     whole.append(alone)
             whole = [alone for alone in whole if alone.rows[0].owner.job.waiting]
             if not whole:
+                del self._running[lane]
                 return
             self._running[lane] = sampler = Sampler.merge(whole)
         self.metrics.count(sampler)
@@ -434,9 +436,9 @@ def _begin(job: Job, model: Model) -> Sampler:
     sampling = model.sampling(model.conditions(job.prompts, job.negative, each=job.count), job.generation)
     sampler, steps = sampling.start(model.bank, range(job.count)), job.generation.steps
     # Spread evenly, none of them after the last step: that one is the picture.
-    partial = tuple(steps * (n + 1) // (job.partial + 1) - 1 for n in range(job.partial))
+    partial = sorted({steps * (n + 1) // (job.partial + 1) - 1 for n in range(job.partial)} - {-1})
     for number, row in enumerate(sampler.rows):
-        row.owner = Picture(job, number, partial)
+        row.owner = Picture(job, number, tuple(partial))
     return sampler
 
 

@@ -203,7 +203,7 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
         raise ApiError(503, f"the server is {engine.state}", engine.state, after=5)
     name, routing = split_model(asked.model, engine.names)
     model, count, size = engine.opened[name], asked.n or 1, None if asked.size == "auto" else asked.size
-    sizes = [f"{width}x{height}" for width, height in engine.sizes[name]]
+    sizes, by_url = [f"{w}x{h}" for w, h in engine.sizes[name]], asked.response_format == "url"
     if size is not None and size not in sizes:
         what = f"this model draws no pictures of {size[:40]!r}: valid: auto, {', '.join(sizes)}"
         raise ApiError(400, what, "invalid_size", "size")
@@ -211,7 +211,8 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
         ("n", count > settings.pictures, f"at most {settings.pictures} pictures a request"),
         ("steps", (asked.steps or 1) > settings.steps, f"at most {settings.steps}"),
         ("partial_images", asked.partial_images and not asked.stream, "they come with stream=true only"),
-        ("response_format", asked.stream and asked.response_format == "url", "streams bring b64_json"),
+        ("response_format", by_url and asked.stream, "streams bring b64_json"),
+        ("response_format", by_url and count > settings.kept, f"this server keeps {settings.kept} pictures"),
         ("routing", asked.routing and model.bank.router is None, f"{name} is one network"),
     ):
         if refused:
