@@ -42,13 +42,13 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_302,
+    "core": 25_300,
     "measure": 4_127,
     "report": 1_701,
     "export": 1_752,
     "serve": 1_506,
     "curate": 2_740,
-    "tests": 34_764,
+    "tests": 34_761,
     "benchmarks": 5_435,
     "longest file": 469,  # under 500: what one file alone imports is a part of it
     "tour": 4_858,
