@@ -227,15 +227,17 @@ def test_stages_in_the_wrong_order(run: Run, tmp_path: Path) -> None:
     refused(run("partition", folder), "there is no data set")
     refused(run("train", "expert", folder, "--expert", "0"), "no island.json", "atoll partition")
     refused(run("assemble", folder), "has no partition")
+    refused(run("partition", folder, "--assign", folder), "has no partition: run 'atoll partition' first")
     goes_on(run, folder)
     refused(run("partition", folder), "column 'latents'", "is missing", "atoll data encode")
     kmeans = ["--set", "partition.method=kmeans", "--set", "partition.encoder=efficientnet-lite0"]
     assert run("data", "encode", folder).code == 0
-    refused(
-        run("partition", folder, *kmeans), "'features-efficientnet-lite0'", "is missing", "atoll data embed"
-    )
+    words = "'features-efficientnet-lite0'", "is missing", "atoll data embed"
+    refused(run("partition", folder, *kmeans), *words)
     assert not (folder / "campaign.json").exists()
     assert run("partition", folder).code == 0
+    (folder / "data/images/00000.tar").unlink()
+    refused(run("data", "audit", folder), "00000.tar is missing", "or remove the folder and ingest again")
 
 
 # A campaign that has begun.
@@ -252,7 +254,8 @@ def test_a_fixed_setting_cannot_change(key: str, run: Run, made: Path) -> None:
 def test_a_fixed_setting_cannot_change_in_the_file_either(run: Run, copy: Path) -> None:
     text = (copy / "campaign.yaml").read_text()
     (copy / "campaign.yaml").write_text(text.replace("samples: 320", "samples: 321"))
-    refused(run("train", "router", copy), "samples is 321", "runs cannot be made longer", "data.path=")
+    words = "budget.samples is 321, but", "with 320: runs cannot be longer", "--recipe NAME --set data.path="
+    refused(run("train", "router", copy), *words)
 
 
 def test_what_cannot_be_trained(run: Run, made: Path) -> None:
@@ -279,7 +282,8 @@ def test_before_training(run: Run, made: Path, tmp_path: Path) -> None:
     refused(run("compare", made), "has no ensemble", "atoll assemble")
     refused(run("diagnose", made), "has no ensemble", "atoll assemble")
     refused(run("sample", made, "1", "--out", tmp_path / "a.png"), "has no ensemble", "atoll assemble")
-    refused(run("sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"), "no monolith yet")
+    sample = "sample", made, "1", "--model", "monolith", "--out", tmp_path / "a.png"
+    refused(run(*sample), "has no monolith yet")
     assert state(made) == before and not (tmp_path / "a.png").exists()
 
 

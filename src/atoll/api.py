@@ -9,14 +9,12 @@ import torch
 import yaml
 
 from atoll.base.device import named_device
-from atoll.base.errors import ConfigError, nearest
 from atoll.base.preemption import Interrupted
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign import folder as campaigns
 from atoll.campaign import prepare as stages
 from atoll.campaign.assemble import assemble
 from atoll.campaign.folder import Campaign
-from atoll.campaign.roles import SINGLE
 from atoll.campaign.sample import campaign_model
 from atoll.campaign.settings.launch import merged
 from atoll.data.partition import Partition
@@ -98,8 +96,6 @@ def load(
             with border(source):
                 return Model.load(source, name, residency, where, encoders=encoders, trusted=trusted)
         source = Campaign.open(source)
-    if name not in (models := ["ensemble", *SINGLE]):
-        raise ConfigError(f"there is no model {name!r}", nearest(name, models))
     if name == "ensemble":
         assemble(source, trusted=trusted)
     options: dict[str, Any] = {"encoders": (*source.config.encoders, *encoders)}

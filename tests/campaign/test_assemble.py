@@ -120,8 +120,9 @@ def test_an_expert_in_quarantine_is_left_out(folder: Path, capsys: pytest.Captur
     assemble(Campaign.open(folder, ["quarantine=[0, 2]"]))
     assert load_ensemble(folder).missing == (0, 2)
     refused(command(capsys, "assemble", folder, "--quarantine", "x"), "--quarantine 'x' is no list of")
-    with pytest.raises(PartitionError, match="no expert 3 to leave out: there are 0 to 2"):
-        assemble(Campaign.open(folder), [3])
+    for numbers in ([3], [0, 1, 2]):
+        with pytest.raises(PartitionError, match="leave out some of 0 to 2, and not all of them"):
+            assemble(Campaign.open(folder), numbers)
 
 
 def test_without_a_router_nothing_is_assembled(folder: Path) -> None:

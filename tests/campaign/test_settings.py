@@ -208,6 +208,9 @@ def test_a_frozen_key_is_named_and_what_is_loose_may_change(tmp_path: Path) -> N
         config = Campaign.open(folder, ["sampling.routing=full"]).config
         assert str(config.sampling.routing) == "full" and config.seed == SMALL["seed"]
         assert merged(config.model_dump(), change) == config.model_dump()
+    Campaign.open(folder, ["student={stock: false}"]).freeze_student()
+    with pytest.raises(ConfigError, match=r"student\.steps is 2, .*: put it back, or remove student/"):
+        Campaign.open(folder, ["student.steps=2"])
 
 
 @pytest.mark.parametrize(

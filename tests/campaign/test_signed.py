@@ -85,6 +85,8 @@ def test_an_island_signs_what_it_publishes(
     assert not other.exists(f"expert/{SIGNATURE}")
     monkeypatch.setenv(KEY, str(campaign / "campaign.json"))
     shutil.rmtree(campaign / "islands/1/expert")
+    with pytest.raises(StoreError, match=r"1/expert was published, and is gone: .* remove .*1/run too"):
+        promote(other, Log(other.sub("run"), ""))
     shutil.rmtree(campaign / "islands/1/run")
     refused(run("train", "expert", campaign, "--expert", "1"), "campaign.json is no private key")
     assert not (campaign / "islands/1/run/log").exists()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,8 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, run: Run):
 def test_an_audit_of_another_vocabulary_is_refused(campaign: Path, run: Run):
     answer = run("concepts", "index", campaign, "--least", "3")
     assert "--vocabulary FILE names others" in answer.out
-    refused(
-        run("concepts", "tail", campaign, "--n", "2"), "changed since the audit: run 'atoll concepts audit'"
-    )
+    words = "changed since the audit: run 'atoll concepts audit'"
+    refused(run("concepts", "tail", campaign, "--n", "2"), words)
 
 
 def test_models_are_drawn_and_judged(campaign: Path, run: Run):
@@ -113,20 +113,17 @@ def test_models_are_drawn_and_judged(campaign: Path, run: Run):
 
 def test_what_is_missing_is_said(campaign: Path, run: Run):
     refused(run("concepts", "evaluate", campaign), "no prompts", "atoll concepts tail")
-    refused(
-        run("concepts", "tail", campaign, "--n", "9999"),
-        "9999 rare ones take 39996: lower --least, or --n to",
-    )
-    few = ("--n", "2", "--least", "100000")
-    refused(
-        run("concepts", "tail", campaign, *few), "0 concepts in 100000 training rows or more", "index more"
-    )
-    refused(run("concepts", "tail", campaign, "--n", "2", "--template", "x"), "no place for a concept")
-    run("concepts", "tail", campaign, "--n", "2")
+    tail = partial(run, "concepts", "tail", campaign)
+    refused(tail("--n", "9999"), "9999 rare ones take 39996: lower --least, or --n to")
+    refused(tail("--n", "2", "--least", "100000"), "0 concepts in 100000 training rows or more", "index more")
+    refused(tail("--n", "2", "--template", "x"), "no place for a concept")
+    tail("--n", "2")
+    argv = "concepts", "evaluate", campaign, "--extractor", "pixels", "--model", "monolit"
+    refused(run(*argv), "there is no model 'monolit': did you mean 'monolith'?")
     run("concepts", "index", campaign, "--least", "4")
     refused(run("concepts", "evaluate", campaign), "other concepts")
     (campaign / "reports" / "concepts" / "counts.json").unlink()
-    refused(run("concepts", "tail", campaign), "no counts", "atoll concepts audit")
+    refused(tail(), "no counts", "atoll concepts audit")
 
 
 def published(shared_data: Path, pretraining: str, search: str, backbone: str) -> FrequencyFit:

@@ -201,9 +201,8 @@ def test_audit_finds_what_is_wrong(full: DataSet, store: Store) -> None:
 def test_audit_finds_a_column_that_is_not_what_it_says(
     full: DataSet, store: Store, false: dict[str, Any]
 ) -> None:
-    store.put_json(
-        "glyphs/columns/latents/column.json", store.get_json("glyphs/columns/latents/column.json") | false
-    )
+    key = "glyphs/columns/latents/column.json"
+    store.put_json(key, store.get_json(key) | false)
     problems = audit(DataSet.open(store, "glyphs"))
     assert len(problems) == 3 and all("columns/latents" in problem for problem in problems)
 

@@ -241,7 +241,7 @@ def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
         argv += ["--keys", str(tmp_path / keys)] if keys else []
         refused(command(capsys, "serve", of, *argv), *words)
 
-    told("nothing to serve", of=tmp_path)
+    told("nothing to serve: name an export, or run 'atoll assemble' first", of=tmp_path)
     told("absent", of=tmp_path / "absent")
     told("batch", sets=["bach=3"])
     told("cannot listen", sets=["host=no.such.host.invalid"])

@@ -14,7 +14,7 @@ from atoll.base.errors import ConfigError, PartitionError, first_line
 from atoll.base.format import code_version
 from atoll.campaign.folder import Campaign
 from atoll.campaign.publication import promote, publish_network
-from atoll.campaign.runs import Run, RunPlan
+from atoll.campaign.runs import RunPlan, run_to_train
 from atoll.data.dataset import DataSet
 from atoll.flow.published import trained_on
 from atoll.flow.schedule import schedule, schedule_name
@@ -48,12 +48,7 @@ def adopt(
     Prediction and `noise`, the name of its schedule, are by default those of its `scheduler_config.json`.
     """
     # The island: it is there, and nobody has begun to train its expert.
-    k, run = campaign.config.partition.k, Run("expert", island)
-    if not 0 <= island < k:
-        raise PartitionError(f"there is no expert {island}", f"give an expert from 0 to {k - 1}")
-    if not campaign.store.exists(run.plan):
-        missing = f"{campaign.store.name(run.folder)} has no island.json"
-        raise PartitionError(missing, "run 'atoll partition' first")
+    run = run_to_train(campaign, "expert", island)
     store, plan = campaign.store.sub(run.folder), RunPlan.read(campaign.store, run.plan)
     fix = f"to adopt another, remove run/ and expert/ of {store.location}, and assemble again"
     if Checkpoint(store, "expert").published:

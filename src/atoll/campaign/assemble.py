@@ -128,12 +128,11 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[
     """K, and the cards of what is published: experts, shared pretraining, router; all belong together."""
     store = campaign.store
     if not campaign.is_partitioned:
-        raise PartitionError(
-            f"{store.location} has no partition", "run 'atoll launch' or 'atoll partition' first"
-        )
+        raise PartitionError(f"{store.location} has no partition", "run 'atoll launch' first")
     partition = read_partition(store)
-    if not set(range(partition.k)).issuperset(quarantine):
-        raise PartitionError(f"no expert {max(quarantine)} to leave out", f"there are 0 to {partition.k - 1}")
+    if not {*quarantine} < {*range(partition.k)}:
+        what = f"experts {listed(sorted(quarantine))} cannot be left out"
+        raise PartitionError(what, f"leave out some of 0 to {partition.k - 1}, and not all of them")
     runs = [run for run in experts_of(partition.k) if run.expert not in quarantine]
     networks = {run: Checkpoint(store, run.network) for run in (*runs, Run(PRETRAIN), Run("router"))}
     cards = {run: network.card for run, network in networks.items() if network.published}

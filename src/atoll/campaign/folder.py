@@ -181,6 +181,8 @@ class Campaign:
 
         from atoll.data import partition as partitions
 
+        if not self.is_partitioned:
+            raise PartitionError(f"{self.store.location} has no partition", "run 'atoll partition' first")
         dataset, partition = self.dataset(), partitions.load(self.store)
         if partition.about.data != dataset.id_hash:
             raise PartitionError(
@@ -348,9 +350,10 @@ def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) ->
     # Equal trees are the rule, and comparing them costs nothing; to name a difference takes a walk.
     for key in [] if frozen == wanted else differences(CampaignConfig, frozen, wanted):
         values = f"{value_at(wanted, key)!r}, but {store.location} was started with {value_at(frozen, key)!r}"
-        fix = "put it back, or start a new campaign with 'atoll new'"
+        anew = "remove student/" if key.startswith("student.") else "start a new campaign with 'atoll new'"
+        fix = f"put it back, or {anew}"
         if key == "budget.samples":
             # Decay of the rate and half-life of the average are shares of a run: a longer one is another.
             data = resolve(store.location, frozen["data"]["path"])
-            fix = f"runs cannot be made longer; reuse the data: atoll new DIR --set data.path={data}"
+            fix = f"runs cannot be longer; reuse the data: atoll new DIR --recipe NAME --set data.path={data}"
         raise ConfigError(f"{key} is {values}", fix)

@@ -18,7 +18,7 @@ from atoll.model.checkpoint import CARD
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
 from atoll.store.signatures import sign
-from atoll.store.store import Conflict, Store
+from atoll.store.store import Absent, Store
 
 KEY = "ATOLL_KEY"
 """Environment variable with the path of the private key that signs what is published."""
@@ -58,10 +58,12 @@ def promote(store: Store, log: Log) -> None:
                     read_file(store, "expert", file)
             card = next(file for file in entry.files if file.path == CARD)
             store.create(f"expert/{CARD}", read_file(store, source, card))
-    except Conflict:
-        pass  # another process copied the same bytes meanwhile
-    except StoreError:
+    except StoreError as error:
+        # A conflict is with another process, which copied the same bytes meanwhile.
         if not store.exists(f"expert/{CARD}"):
+            if isinstance(error, Absent):  # an export goes once it is copied
+                fix = f"restore it, or remove {store.name('run')} too to train it again"
+                raise StoreError(f"{store.name('expert')} was published, and is gone", fix) from None
             raise
     if key := os.environ.get(KEY):
         check_published(store)  # nobody signs what another put there
@@ -78,7 +80,7 @@ def check_published(store: Store) -> None:
     if hashes and hashes.get(CARD) != sha256(store.get(f"expert/{CARD}")):
         raise StoreError(
             f"{store.name('expert')}/{CARD} is not the one that its run published",
-            "copy the folder again from where it was trained, or train it again",
+            "copy the folder again from where it was trained, or remove it and run/ to train it again",
         )
 
 

@@ -8,9 +8,11 @@ import torch
 
 from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
+from atoll.base.errors import ConfigError, nearest
 from atoll.base.pictures import picture_place
 from atoll.campaign.folder import FROZEN, Campaign
-from atoll.model.model import Model
+from atoll.campaign.roles import SINGLE
+from atoll.model.model import ENSEMBLE, Model
 from atoll.model.opened import is_hub_name
 from atoll.model.pictures import Pictures
 from atoll.store.store import Store
@@ -24,7 +26,9 @@ def campaign_model(
     **options: Any,
 ) -> Model:
     """`Model.load` by a campaign's settings: of `sampling`, `encoders`, and `trusted` beside those given."""
-    config = campaign.config
+    config, names = campaign.config, [ENSEMBLE, *SINGLE]
+    if name not in names:
+        raise ConfigError(f"there is no model {name!r}", nearest(name, names))
     if config.trusted:
         trusted = {*config.trusted, *(trusted or ())}
     options = {"residency": config.sampling.residency, "encoders": config.encoders, **options}

@@ -59,9 +59,8 @@ def audit(campaign: str) -> None:
         say(f"problem: {problem}")
     if problems:
         first = problems[0].rstrip(".")
-        raise AtollError(
-            f"{len(problems)} problems in the data set, the first: {first}", "make the named files again"
-        )
+        fix = "columns: atoll data embed, encode; others: restore them, or remove the folder and ingest again"
+        raise AtollError(f"{len(problems)} problems in the data set, the first: {first}", fix)
     say("no problems")
 
 

@@ -130,7 +130,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     if request.experts != "auto":
         raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
     if request.key is not None:
-        raise ConfigError(f"--sign with --model {request.model}", "only exports of an ensemble are signed")
+        raise ConfigError(f"--sign goes with the ensemble, not with the {request.model}", "leave it out")
     root = output_folder(request.to, stock.limits.pipeline)
     loaded = by_name(card, allowed=campaign.config.encoders)
     vae = loaded.get("vae")
@@ -159,7 +159,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             raise ConfigError(f"a stock {stock.limits.pipeline} {why}", "export the ensemble")
     if vae is not None and type(vae).__name__ not in ("AutoencoderKL", "AutoencoderTiny"):
         what = f"a stock {stock.limits.pipeline} does not run {type(vae).__name__}"
-        raise ConfigError(what, "it takes AutoencoderKL and AutoencoderTiny")
+        raise ConfigError(what, "export the ensemble; stock ones run AutoencoderKL and AutoencoderTiny")
     check_encoders(card, loaded)
     if card.text is not None and request.encoders == "name" and card.text["name"] == "minilm":
         raise ConfigError("minilm is on no hub, so it cannot be left out", "use --encoders auto")

@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, nearest
+from atoll.base.errors import ConfigError
 from atoll.base.hashing import digest
 from atoll.base.rng import generator
 from atoll.campaign.folder import Campaign
-from atoll.campaign.roles import SINGLE
 from atoll.campaign.sample import campaign_model
 from atoll.campaign.settings.measure import CompareConfig, DiagnoseConfig
 from atoll.campaign.token_encoder import token_encoder
@@ -118,8 +117,6 @@ def stored_as(residency: Residency) -> dict[str, str]:
 
 def published(campaign: Campaign, name: str, device: torch.device) -> Candidate:
     """A model of a campaign as it was published; its weights are loaded when it first draws."""
-    if name != ENSEMBLE and name not in SINGLE:
-        raise ConfigError(f"unknown model {name!r}", nearest(name, [ENSEMBLE, *SINGLE]))
     model = campaign_model(campaign, name, device)
     stored = stored_as(campaign.config.sampling.residency)
     if name != ENSEMBLE:

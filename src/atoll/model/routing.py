@@ -114,7 +114,7 @@ class Routing(Config):
         word, dash, args, every, without = match.groups() if match else (None,) * 5
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
         if word not in entries:
-            forms = [*_forms().split(", "), f"null {PRETRAIN}"]
+            forms = [*_forms().split(", "), f"once null {PRETRAIN}"]
             names = [form.translate(_NUMBERS) for form in forms]
             raise ConfigError(f"there is no routing {text!r}", nearest(text, names, forms))
         parameters = STRATEGIES[entries[word]].parameters

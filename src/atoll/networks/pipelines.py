@@ -62,5 +62,5 @@ def check_data(family: str, latents: Mapping[str, Any], classes: int, patch: int
 
 
 def _refuse(limits: Limits, why: str, fix: str) -> NoReturn:
-    fix = f"{fix}, or student.stock=false for a student that only Atoll runs"
+    fix = f"{fix}, or student.stock=false; an export of the ensemble needs no stock pipeline"
     raise ConfigError(f"a stock {limits.pipeline} {why}", fix)

@@ -359,7 +359,7 @@ def open_app(
     names = [ENSEMBLE] if store.exists(MANIFEST) or store.exists(f"{ENSEMBLE}/{MANIFEST}") else []
     names += [name for name in BESIDE if Checkpoint(store, f"{name}/expert").published]
     if not names:
-        raise StoreError(f"{source} holds nothing to serve", f"assemble it: atoll assemble {source}")
+        raise StoreError(f"{source} holds nothing to serve", "name an export, or run 'atoll assemble' first")
     about: dict[str, Any] = {}
     if store.exists(FROZEN):
         campaign = Campaign.open(source)

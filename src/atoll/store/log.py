@@ -28,7 +28,7 @@ class Commit(Published):
     """A whole checkpoint of a run: weights, their average and the optimizer's state."""
 
     FORMAT, VERSION, PLACE = "atoll/checkpoint", 2, "ROLE/run/checkpoints/STEP-HOLDER/COMMIT.json"
-    REMEDY = "use the version of Atoll that wrote it, or remove the run's folder"
+    REMEDY = "use the version of Atoll that wrote it, or remove run/ to start the run anew"
 
     samples: int
     """Training samples consumed: the cursor."""

@@ -168,7 +168,7 @@ def write_initial_weights(
             fit = compare(network, weights)
             if others := [*fit.drawn, *fit.unused]:
                 of = f"the network of {source.folder} is another one than the student's ({others[0]})"
-                raise ConfigError(f"student.start: {of}", "set student.start: scratch")
+                raise ConfigError(f"student.start: {of}", "remove student/, and set student.start: scratch")
             for name, value in weights.items():  # in float64, so that their order does not show
                 total[name] = total[name] + value.double() if name in total else value.double()
         return {name: (value / len(sources)).float() for name, value in total.items()}

@@ -301,7 +301,7 @@ class _Run:
             if state.guard.in_a_row >= settings.guard.patience:
                 raise AtollError(
                     f"{event}: the last {state.guard.in_a_row} steps were skipped {bound}",
-                    "lower train.lr or check the data (atoll data audit); the last checkpoint is kept",
+                    "lower train.lr in a new campaign, or check the data (atoll data audit)",
                 )
             self._say(f"warning: {event}: skipped {bound}")
         line = {**means, "lr": lr, "grad_norm": norm, "skipped": state.guard.skipped}

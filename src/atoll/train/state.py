@@ -370,7 +370,7 @@ def resume(
     commit = answers[0]
     assert isinstance(commit, Commit)
     if commit.recipe != digest(learned):
-        raise ConfigError(f"{name} was made with other settings", "restore them, or remove the run's folder")
+        raise ConfigError(f"{name} was made with other settings", f"restore them, or remove {store.location}")
     owners = dealt({file.path: file.bytes for file in commit.files}, group)
     arriving = ((path, group.spread(files.pop(path, {}), owner)) for path, owner in owners.items())
     state.restore(commit, arriving)

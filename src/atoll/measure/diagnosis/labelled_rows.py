@@ -138,7 +138,8 @@ def _velocities(
     assert denoiser is not None
     velocities = torch.stack([denoiser.velocity(x, t, cond).float().flatten(1).cpu() for x, t in states])
     if not velocities.isfinite().all():
-        raise DataError(f"{name} gives NaN or infinity", "look at its losses, and train it again")
+        fix = "look at its losses; to train it again, remove run/ and expert/ first"
+        raise DataError(f"{name} gives NaN or infinity", fix)
     return velocities
 
 

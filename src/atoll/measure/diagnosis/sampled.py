@@ -115,7 +115,8 @@ def reactions(model: Bank, sampling: Sampling) -> dict[str, Tensor]:
             rows = [number - first for number in drawn.rows]
             gaps[rows, column] = _length(drawn.latents.float().cpu() - plain[rows])
     if not gaps.isfinite().all():
-        raise DataError("sampling gives NaN or infinity", "look at the losses, and train it again")
+        fix = "look at the losses; to train an expert again, remove its run/ and expert/ first"
+        raise DataError("sampling gives NaN or infinity", fix)
     gaps[:, 0] /= _length(nudge)
     gaps[:, 1] /= plain[0].numel() ** 0.5
     return {"changes": changes, "gaps": gaps}
