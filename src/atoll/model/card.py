@@ -13,7 +13,7 @@ from atoll.model.generation import Generation
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-REMEDY = "restore it, or remove the folder and make it again: atoll train, assemble or export, or fetch it"
+REMEDY = "restore it, or remove its folder to make it again: atoll assemble, train or export, or fetch it"
 LARGEST_K = 4096
 """Most clusters of a model."""
 Count = Annotated[int, Field(ge=0, le=10**15)]

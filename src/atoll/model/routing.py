@@ -187,18 +187,16 @@ class Routing(Config):
 
     def check(self, experts: int, pretrained: bool = True) -> Self:
         """Itself; `ConfigError` if it wants, or leaves out, networks that there are not."""
+        name = f"routing {str(self)!r}"
         if self.null == PRETRAIN and not pretrained:
             raise ConfigError(
-                f"routing {str(self)!r}: there is no network of shared pretraining",
+                f"{name}: there is no network of shared pretraining",
                 "where budget.pretrain is above 0, run 'atoll assemble'; else take another null branch",
             )
         if self.without and self.without[-1] >= experts:
-            what = f"routing {str(self)!r}: there is no expert {self.without[-1]}"
-            raise ConfigError(what, f"give numbers below {experts}")
+            raise ConfigError(f"{name}: there is no expert {self.without[-1]}", f"stay below {experts}")
         if not self.possible(experts):
-            left = experts - len(self.without)
-            fix = f"give k of at most {left}" if left else "leave fewer out"
-            raise ConfigError(f"routing {str(self)!r} with {experts} experts", fix)
+            raise ConfigError(f"{name} with {experts} experts", f"use k up to {experts}, with those left out")
         return self
 
     def describe(self) -> str:
