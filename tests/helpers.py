@@ -100,28 +100,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def atoll(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command as a process of its own, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "atoll", *map(str, argv)],
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def python(*argv: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Start a Python that imports this checkout, with pipes to it and from it."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *map(str, argv)], env=environment(), cwd=cwd, text=True, **pipes)
 
 
 def start(*argv: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
     """Start the command as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "atoll", *map(str, argv)],
-        env=environment(),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return python("-m", "atoll", *argv, cwd=cwd)
+
+
+def atoll(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command as a process of its own, to its end."""
+    said = (process := start(*argv, cwd=cwd)).communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 @dataclass(frozen=True)

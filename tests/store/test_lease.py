@@ -1,7 +1,5 @@
 """Who holds a run: liveness decides when another may start, and nothing else."""
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -10,7 +8,7 @@ from atoll.store import lease
 from atoll.store.lease import HELD, Heart, Heartbeat, Held, LeaseConfig, acquire, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
-from helpers import environment
+from helpers import python
 
 SHORT = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1.0)
 LONG = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1000.0)
@@ -109,13 +107,7 @@ assert acquire(Log(Store.open(sys.argv[1]), "child"), LeaseConfig(expiry_seconds
 print("held", flush=True)
 sys.stdin.readline()
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(store.location)],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    child = python("-c", script, store.location)
     assert child.stdout is not None and child.stdout.readline() == "held\n"
     with pytest.raises(Held, match="child holds this run"):
         acquire(Log(store, "b"), LONG)

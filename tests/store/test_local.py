@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from atoll.store import local
 from atoll.store.store import Store
-from helpers import environment
+from helpers import python
 
 WRITER = """
 import os, sys, time
@@ -32,8 +30,7 @@ local.write(folder / "file", blocks(), replace=True)
 def test_the_part_of_a_writer_stays_until_it_is_killed(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.put("other", b"")
-    argv = [sys.executable, "-c", WRITER, str(tmp_path)]
-    with subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, text=True) as writer:
+    with python("-c", WRITER, tmp_path) as writer:
         assert writer.stdout is not None
         part = tmp_path / writer.stdout.readline().strip()
         store.sweep()

@@ -1,7 +1,5 @@
 """The log of an island: one holder at a time, whatever the clocks say."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from atoll.base.errors import StoreError
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Conflict, Store
-from helpers import environment
+from helpers import python
 
 
 def take(log: Log) -> None:
@@ -120,16 +118,7 @@ for turn in range(40):
         fenced += 1
 print(fenced, done)
 """
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, store.location, name],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in "ab"
-    ]
+    racers = [python("-c", script, store.location, name) for name in "ab"]
     for racer in racers:
         assert racer.stdin is not None
         racer.stdin.write("\n")

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import pytest
 
 from atoll.base.errors import StoreError
 from atoll.store.store import Store
-from helpers import environment
+from helpers import python
 
 
 def test_a_reader_never_sees_half_an_object(store: Store) -> None:
@@ -48,10 +46,8 @@ def test_a_writer_that_is_killed_leaves_the_old_object(store: Store) -> None:
         "print('ready', flush=True)\n"
         "while True: s.put('x', data); s.put('x', b'old')\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, store.location], env=environment(), stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    process = python("-c", script, store.location)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     threading.Event().wait(0.15)
     process.kill()
     process.communicate()
@@ -122,16 +118,9 @@ for act in (lambda: store.put("a", b"2"), lambda: store.create("b", b"2"), lambd
         said.append(str(error))
 print(json.dumps(said))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(foreign)],
-        env=environment(),
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout)
+    out, err = (process := python("-c", script, foreign, cwd=Path("/"))).communicate()
+    assert process.returncode == 0, err
+    said = json.loads(out)
     assert said[0] == "1"
     assert all(("cannot write" in s or "cannot use" in s or "cannot remove" in s) for s in said[1:]), said
     assert sorted(p.name for p in foreign.iterdir()) == ["a"]

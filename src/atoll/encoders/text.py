@@ -276,10 +276,8 @@ def text_form(name: str, max_length: int) -> Form:
     for one in names:
         known = KNOWN.get(one)
         if known and known.width:
-            clip, length = (
-                known.limit is not None and len(names) > 1,
-                min(max_length, known.limit or max_length),
-            )
+            clip = known.limit is not None and len(names) > 1
+            length = min(max_length, known.limit or max_length)
             width = known.width if known.projected or not clip else 0
             forms.append(Form(length, width, known.width if clip else 0, clip))
         else:

@@ -162,9 +162,8 @@ def caught_signals() -> Iterator[list[int]]:
 def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
         if job.nodes > 1:
-            raise AtollError(
-                f"{job.name} asks for {job.nodes} nodes, here is one", "launch it on slurm, ray or sky"
-            )
+            what = f"{job.name} asks for {job.nodes} nodes, here is one"
+            raise AtollError(what, "launch it on slurm, ray or sky")
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"
             raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)

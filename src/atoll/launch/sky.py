@@ -160,9 +160,8 @@ def write_wheel(folder: Path) -> None:
     files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,\n"]).encode()
     with ZipFile(folder / WHEEL, "w", ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            archive.writestr(
-                ZipInfo(name), data, ZIP_DEFLATED
-            )  # of a fixed date: the same files, the same wheel
+            # Of a fixed date: the same files, the same wheel.
+            archive.writestr(ZipInfo(name), data, ZIP_DEFLATED)
     # Without the part after a plus: it names a build, for CPUs for example, and a node needs its own.
     pins = {d.name: d.version.partition("+")[0] for d in metadata.distributions() if d.name != "atoll"}
     (folder / VERSIONS).write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())))

@@ -35,10 +35,8 @@ def check_trackers(config: TrackingConfig) -> None:
         spec = importlib.util.find_spec(package) if chosen else None
         # A folder of that name, such as one that wandb has left behind, is a package without an origin.
         if chosen and (spec is None or spec.origin is None):
-            raise ConfigError(
-                f"tracking.{package} needs the package {package}, which is not installed",
-                "pip install -e '.[tracking]' in the checkout, or leave the setting out",
-            )
+            fix = "pip install -e '.[tracking]' in the checkout, or leave the setting out"
+            raise ConfigError(f"tracking.{package} needs the package {package}, which is not installed", fix)
     if config.wandb != "online" or any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
         return
     import wandb
@@ -50,9 +48,8 @@ def check_trackers(config: TrackingConfig) -> None:
     except (OSError, netrc.NetrcParseError):
         known = False
     if not known:
-        raise ConfigError(
-            "tracking.wandb is online, but there is no key", "set WANDB_API_KEY, or run 'wandb login'"
-        )
+        fix = "set WANDB_API_KEY, or run 'wandb login'"
+        raise ConfigError("tracking.wandb is online, but there is no key", fix)
 
 
 @dataclass(frozen=True)
