@@ -11,6 +11,7 @@ from atoll.base.processes import ProcessGroup
 from atoll.campaign.settings.train import ParallelConfig
 from atoll.networks.families import family
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig
+from atoll.train import parallel
 from atoll.train.parallel import StepSharding
 
 
@@ -23,7 +24,7 @@ def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | N
     network = torch.nn.Linear(1, 1)
     steps = [StepSharding(network, config, ProcessGroup(rank, size), batch) for rank in range(size)]
     parts = [step.parts(100) for step in steps]
-    assert len({len(own) for own in parts}) == 1
+    assert len({(len(own), step.at_once) for own, step in zip(parts, steps, strict=True)}) == 1
     assert list(itertools.chain(*itertools.chain(*parts))) == list(range(100, 100 + batch))
     longest = max(len(part) for own in parts for part in own)
     assert longest <= (micro or batch) + (micro == 1)
@@ -66,3 +67,12 @@ def test_a_network_is_compiled_block_by_block(name: FamilyName, monkeypatch: pyt
     network = family(name).build(config, DataShape(4, 8, **text))
     StepSharding(network, ParallelConfig(compile=True), ProcessGroup(), 2)
     assert len(compiled) >= 3 and all("Block" in type(part).__name__ for part in compiled)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_sharded_network_is_moved_in_parts(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole it may not fit there: FLUX.1 takes 45 GiB in float32, of which each of eight GPUs holds 6."""
+    network, sharded = torch.nn.Linear(1, 1), list[bool]()
+    monkeypatch.setattr(parallel, "_shard", lambda *_: sharded.append(network.weight.is_meta))
+    StepSharding(network, ParallelConfig(strategy=strategy), ProcessGroup(0, 2, torch.device("meta")), 2)
+    assert sharded == [False] * (strategy == "fsdp") and network.weight.is_meta == (strategy == "ddp")

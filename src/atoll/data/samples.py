@@ -61,11 +61,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def by_shape(self, index: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Numbers of samples, those whose latents have one shape together; in their order."""
-        if self.buckets is None:
-            return [index]
-        return [index[self.buckets[index] == bucket] for bucket in np.unique(self.buckets[index])]
+    def by_shape(self, index: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
+        """Numbers of samples, at most so many together whose latents have one shape; in their order."""
+        of = np.zeros(len(index)) if self.buckets is None else self.buckets[index]
+        shapes = (index[of == bucket] for bucket in np.unique(of))
+        return [shape[n : n + most] for shape in shapes for n in range(0, len(shape), most)]
 
     def latents(self, index: NDArray[np.int64]) -> Tensor:
         """Latents `(B, C, H, W)` float32 of samples of one shape by their number within these rows."""

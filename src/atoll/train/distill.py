@@ -130,10 +130,8 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
         cards["router"] = Checkpoint.of_run(store, "router").card
     check_together(list(cards.values()))
     if cards[experts[0].folder].partition != plan.partition:
-        raise PartitionError(
-            f"the experts in {store.location} were made for another partition than the student",
-            "put their own back",
-        )
+        what = f"the experts in {store.location} were made for another partition than the student"
+        raise PartitionError(what, "put their own back")
     return cards
 
 
@@ -144,7 +142,8 @@ def load_teacher(campaign: Campaign, null: Condition, device: torch.device) -> T
     parts = {number: Checkpoint(store, run.network) for number, run in enumerate(experts_of(k))}
     router = Checkpoint(store, "router/expert").router(device) if settings.teacher == "routed" else None
     bank = Bank(load_experts(parts, k, settings.residency, device), router)
-    return Teacher(bank, settings.teaching(campaign.config.objective.time.shift), null, settings.steps)
+    how = settings.teaching(campaign.config.objective.time.shift)
+    return Teacher(bank, how, null.to(device), settings.steps)
 
 
 def write_initial_weights(

@@ -61,6 +61,8 @@ class _Run:
         self.autocast = settings.precision == "bf16" or (settings.precision == "auto" and not cpu)
         parallel = settings.parallel.decided(cpu, self.plan.train_flops / group.size)
         self.sharding = StepSharding(network, parallel, group, self.plan.batch, self.autocast)
+        if parallel.micro_batch or not cpu:  # a GPU that has room for a step's samples need not have for more
+            task.at_once = self.sharding.at_once
         self.precision = torch.autocast(group.device.type, torch.bfloat16, enabled=self.autocast)
         wide = self.autocast and cpu and not self.sharding.recomputes
         self.attention = Float32Attention() if wide else nullcontext()
@@ -117,9 +119,8 @@ class _Run:
                 raise
             except BaseException as error:
                 if self.group.first:
-                    why = {"reason": "failed", "error": str(error) or type(error).__name__}
-                    if isinstance(error, Interrupted):
-                        why = {"reason": "left"}
+                    failed = {"reason": "failed", "error": str(error) or type(error).__name__}
+                    why = {"reason": "left"} if isinstance(error, Interrupted) else failed
                     try:
                         self.log.append("release", step=self.state.step, **why)
                     except StoreError as unsaid:  # the lease runs out by itself; the first error is the news
@@ -299,10 +300,8 @@ class _Run:
             event = f"{self.name}: loss {self.loss:g}, gradient {norm:g} at step {state.step:,}"
             bound = f"(bound {state.guard.bound():.3g})"
             if state.guard.in_a_row >= settings.guard.patience:
-                raise AtollError(
-                    f"{event}: the last {state.guard.in_a_row} steps were skipped {bound}",
-                    "lower train.lr in a new campaign, or check the data (atoll data audit)",
-                )
+                fix = "lower train.lr in a new campaign, or check the data (atoll data audit)"
+                raise AtollError(f"{event}: the last {state.guard.in_a_row} steps were skipped {bound}", fix)
             self._say(f"warning: {event}: skipped {bound}")
         line = {**means, "lr": lr, "grad_norm": norm, "skipped": state.guard.skipped}
         line["seconds"] = round(state.seconds, 3)
@@ -310,10 +309,8 @@ class _Run:
 
     def _validate(self) -> None:
         state, network = self.state, self.task.network
-        validate, draw = (
-            _due(state.step, self.plan.steps, times)
-            for times in (self.settings.validations, self.settings.previews)
-        )
+        wanted = self.settings.validations, self.settings.previews
+        validate, draw = (_due(state.step, self.plan.steps, times) for times in wanted)
         if not validate and not draw:
             return
         self.phase = "validating"

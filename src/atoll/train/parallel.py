@@ -8,6 +8,7 @@ its position alone, so only the order of float sums changes with the number of p
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,10 +39,14 @@ class StepSharding:
         self, network: nn.Module, config: ParallelConfig, group: ProcessGroup, batch: int, bf16: bool = False
     ) -> None:
         if batch < group.size:
-            raise ConfigError(
-                f"{group.size} processes for {batch} samples a step", "use fewer processes or a larger batch"
-            )
+            fix = "use fewer processes or a larger batch"
+            raise ConfigError(f"{group.size} processes for {batch} samples a step", fix)
         self.network, self.config, self.group, self.size = network, config, group, batch
+        most = -(-batch // group.size)  # of a step's samples on one process
+        self.at_once = min(config.micro_batch or most, most)
+        # As many parts on every process: under `fsdp` each brings collectives of its own, and a process with
+        # one more would wait in them for ever.
+        self.count = min(batch // group.size, -(-most // self.at_once))
         # The router has no such switch: it is too small to need one.
         self.recomputes = config.checkpointing and getattr(network, "_supports_gradient_checkpointing", False)
         if self.recomputes:
@@ -54,12 +59,14 @@ class StepSharding:
             # Of a block's inputs, which are results of the block before: the compiler looks at all they have.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         if group.size > 1 and config.strategy == "fsdp":
+            # From host memory, part by part: a device need not have room for the whole network.
             _shard(network, config.shard or group.size, group, bf16)
+        else:
+            network.to(group.device)
 
     def wrap(self, step: Step) -> Step:
         """The step, with the exchange of gradients that DDP adds."""
-        alone = self.group.size == 1 or self.config.strategy == "fsdp"
-        if alone:
+        if self.group.size == 1 or self.config.strategy == "fsdp":
             return step
         # Gradients lie in the buckets that are sent: as tensors of their own they would be there twice.
         module = _Step(self.network, step)
@@ -69,12 +76,8 @@ class StepSharding:
         """Positions of this process's micro-batches in the step that begins at a position."""
         rank, size = self.group.rank, self.group.size
         first, last = self.size * rank // size, self.size * (rank + 1) // size
-        # As many on every process: under `fsdp` each brings collectives of its own, and a process with one
-        # more would wait in them for ever.
-        least, most = self.size // size, -(-self.size // size)
-        count = min(least, -(-most // (self.config.micro_batch or most)))
-        cuts = [begin + first + (last - first) * number // count for number in range(count + 1)]
-        return [range(cuts[number], cuts[number + 1]) for number in range(count)]
+        cuts = [begin + first + (last - first) * n // self.count for n in range(self.count + 1)]
+        return [range(*cut) for cut in pairwise(cuts)]
 
     def weight(self, part: range) -> float:
         """Factor of a micro-batch's mean loss, so that the averaged gradient is that of the global mean."""
@@ -104,9 +107,8 @@ class _Step(nn.Module):  # DDP wraps modules only
 
 def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> None:
     if group.size % shard:
-        raise ConfigError(
-            f"{group.size} processes do not divide into groups of {shard}", "change train.parallel.shard"
-        )
+        what = f"{group.size} processes do not divide into groups of {shard}"
+        raise ConfigError(what, "change train.parallel.shard")
     shape, names = (group.size // shard, shard), ("copy", "shard")
     first = int(shard == group.size)  # one group holds no copies: its mesh has one dimension
     mesh = init_device_mesh(group.device.type, shape[first:], mesh_dim_names=names[first:])

@@ -87,10 +87,8 @@ class TrainingRows:
         encoder: TextEncoder | None = None,
     ) -> "TrainingRows":
         """Both splits of a data set; `DataError` if its columns do not say what made them."""
-        train, heldout = (
-            Samples(dataset, dataset.split(name), condition, recipe.plan.shape, encoder)
-            for name in ("train", "heldout")
-        )
+        splits = (dataset.split(name) for name in ("train", "heldout"))
+        train, heldout = (Samples(dataset, rows, condition, recipe.plan.shape, encoder) for rows in splits)
         known = dataset.column("clusters").read(range(len(dataset))).long() if clusters else None
         producers = dataset.producers("text" if encoder is None else "tokens")
         check_producers(*producers, recipe.plan.shape)
@@ -141,14 +139,16 @@ class TrainingRows:
         """The null condition, on the device."""
         return self.train.null.to(self.device)
 
-    def validation(self, times: Sequence[float] = VALIDATION_TIMES) -> list[list[Batch]]:
-        """The same held-out samples at each time, a batch for each shape of latents, without dropout."""
+    def validation(
+        self, times: Sequence[float] = VALIDATION_TIMES, at_once: int | None = None
+    ) -> list[list[Batch]]:
+        """The same held-out samples at each time, in batches of one shape of latents, without dropout."""
         # Evenly spread, as data of several islands lie one after the other.
         chosen = some_rows(np.arange(len(self.heldout)), self.recipe.train.validation_rows)
         if not len(chosen):
             return []
         parts, first = list[Batch](), 0
-        for index in self.heldout.by_shape(chosen):
+        for index in self.heldout.by_shape(chosen, at_once or len(chosen)):
             positions = range(first, first + len(index))
             x0, cond = self.heldout.latents(index), self.heldout.stored(index)
             eps, t = normals(0, "validation", positions, x0.shape[1:]), torch.empty(len(index))

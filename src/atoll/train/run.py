@@ -99,12 +99,11 @@ def _task(
     recipe = Recipe(objective=objective, train=training, network=tree, plan=plan)
     encoder, labelled = token_encoder(campaign, dataset), learns != "denoise"
     rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoder=encoder)
-    network = network.to(device := own_device())
     if isinstance(network, Router):
         return RouterTask(network, rows, config.router.pure_noise)
     task = DenoiserTask(network, rows)
     if learns == "distill" and student is not None:
-        null = rows.train.null.to(device)
-        task = DistillTask(network, rows, load_teacher(campaign, null, device), student.data_weight)
+        teacher = load_teacher(campaign, rows.train.null, own_device())
+        task = DistillTask(network, rows, teacher, student.data_weight)
     task.encoders = config.encoders
     return task

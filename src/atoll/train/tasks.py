@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from atoll.base.device import own_device
 from atoll.base.errors import ConfigError
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.rng import normals
@@ -30,10 +31,12 @@ from atoll.train.rows import Batch, TrainingRows
 
 
 class Task:
-    """A network (initialised, on its device), the rows it learns from, and what it learns."""
+    """A network (initialised), the rows it learns from, and what it learns."""
+
+    at_once: int | None = None  # most rows of a validation or preview together; all by default
 
     def __init__(self, network: nn.Module, rows: TrainingRows) -> None:
-        self.network, self.device = network, next(network.parameters()).device
+        self.network, self.device = network, own_device()
         self.rows, self.recipe = replace(rows, device=self.device), rows.recipe
 
     def batch(self, positions: range) -> Batch:
@@ -56,7 +59,7 @@ class Task:
         self, measure: Callable[[Batch], Sequence[Tensor]], times: Sequence[float] = VALIDATION_TIMES
     ) -> Iterator[list[Tensor]]:
         # What `measure` gives of all held-out rows, for each time.
-        for batches in self.rows.validation(times):
+        for batches in self.rows.validation(times, self.at_once):
             parts = [measure(batch) for batch in batches]
             yield [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
@@ -89,14 +92,8 @@ class DenoiserTask(Task):
     def preview(self) -> bytes:
         """Twelve training conditions, nearest to a square: 12 steps, guidance 2, or as its card says."""
         samples, objective = self.rows.train, self.recipe.objective
-        denoiser = Expert(
-            self.network,
-            self.family.name,
-            objective.prediction,
-            objective.schedule,
-            bound=bound_of(self.rows.latents),
-            learning=True,
-        )
+        how, bound = (objective.prediction, objective.schedule), bound_of(self.rows.latents)
+        denoiser = Expert(self.network, self.family.name, *how, bound=bound, learning=True)
         index = some_rows(np.arange(len(samples)), 12)
         shape = (samples.shape.channels, *samples.shape.usual)
         # A stream of their own: previews take nothing from the noise of training or of sampling.
@@ -105,7 +102,9 @@ class DenoiserTask(Task):
         generation = generation.for_condition(samples.condition).at(*shape[1:])
         cond, null = samples.conditions(index).to(self.device), samples.null.to(self.device)
         rows = Row.each(generation, range(len(index)))
-        latents = Sampler(Bank([denoiser]), cond, null, rows, noise).run()
+        sampler = Sampler(Bank([denoiser]), cond, null, rows, noise)
+        parts = torch.arange(len(rows)).split(self.at_once or len(rows))
+        latents = torch.cat([sampler.take(part.tolist()).run() for part in parts])
         if self._vae is not None:
             pixels = self._vae.decode(latents)
         else:  # false colours of the first channels where the VAE is not at hand
@@ -118,7 +117,7 @@ class DenoiserTask(Task):
         # Loaded and held against its hash once in a run: its folder may be gigabytes.
         try:
             check_known(self.rows.latents["name"], self.encoders)
-            return autoencoder_of(self.rows.latents)
+            return autoencoder_of(self.rows.latents, str(self.device))
         except ConfigError:
             return None
 
