@@ -8,6 +8,7 @@ import torch
 
 from atoll.base.errors import ConfigError
 from atoll.base.processes import ProcessGroup
+from atoll.campaign.settings import train
 from atoll.campaign.settings.train import ParallelConfig
 from atoll.networks.families import family
 from atoll.networks.settings import TAKES_TEXT, DataShape, FamilyName, NetworkConfig
@@ -39,18 +40,22 @@ def test_more_processes_than_samples_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compile", "cpu", "flops", "compiles"),
+    ("compile", "cpu", "flops", "compiler", "compiles"),
     [
-        ("auto", False, 2e17, True),
-        ("auto", False, 9e16, False),
-        ("auto", True, 1e20, False),
-        (True, True, 0.0, True),
-        (False, False, 1e20, False),
+        ("auto", False, 2e17, "gcc", True),
+        ("auto", False, 2e17, "clang", True),
+        ("auto", False, 2e17, "", False),
+        ("auto", False, 9e16, "gcc", False),
+        ("auto", True, 1e20, "gcc", False),
+        (True, True, 0.0, "", True),
+        (False, False, 1e20, "gcc", False),
     ],
 )
-def test_auto_compiles_where_a_gpu_has_enough_to_do(
-    compile: Any, cpu: bool, flops: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
+def test_auto_compiles_where_a_gpu_has_enough_to_do_and_something_compiles(
+    compile: Any, cpu: bool, flops: float, compiler: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(train, "which", lambda name: name == compiler)
     done, network = list[bool](), torch.nn.Linear(1, 1)
     monkeypatch.setattr(network, "compile", lambda: done.append(True))
     StepSharding(network, ParallelConfig(compile=compile).decided(cpu, flops), ProcessGroup(), 2)

@@ -1,6 +1,8 @@
 """How a network is trained: what the user sets, and the numbers of one run."""
 
 import math
+import os
+from shutil import which
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
@@ -40,14 +42,15 @@ class ParallelConfig(Config):
     checkpointing: bool = False
     """Gradient checkpointing: recompute activations in the backward pass to save memory."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the network with `torch.compile`; `auto` does so on GPUs where each has 1e17 FLOPs to do."""
+    """Compile the network with `torch.compile`; `auto` does so on GPUs where each has 1e17 FLOPs to do, and
+    where gcc or clang is installed."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a collective operation fails."""
 
     def decided(self, cpu: bool, flops: float) -> Self:
         """The same without `auto`, for a device that has so many FLOPs to do."""
         # An H100 computes for five minutes then: it compiles for one, and saves one in four.
-        long = not cpu and flops >= 1e17
+        long = not cpu and flops >= 1e17 and any(map(which, (os.environ.get("CC", "gcc"), "clang")))
         return self if self.compile != "auto" else self.model_copy(update={"compile": long})
 
 
