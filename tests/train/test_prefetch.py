@@ -1,9 +1,9 @@
 """A run leaves whatever the thread that makes its data is doing."""
 
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
-from helpers import environment
+from atoll.base import preemption
+from helpers import python
 
 NEVER_READY = """
 import torch
@@ -23,7 +23,10 @@ preemption.exit_process(75)
 
 
 def test_data_that_is_never_ready_does_not_change_the_exit_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NEVER_READY], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "left\n", "")
+    said = (process := python("-c", NEVER_READY)).communicate(timeout=60)
+    assert (process.returncode, *said) == (75, "left\n", "")
+
+
+def test_a_thread_that_trains_hears_no_signal_and_does_not_fail_for_it() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(preemption.catch_signals().__enter__).result() == []

@@ -142,6 +142,7 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(
     saver = Saver(store, log, LEARNED, keep=2)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "_put", _full)
+        patch.setattr(Store, "exists", lambda store, key: _full(store, key, b"", ""))  # an outage, not a disk
         steps(state, 1)
         saver.save(state)
         steps(state, 1)

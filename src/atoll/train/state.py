@@ -252,7 +252,7 @@ class Saver:
         )
         name = f"checkpoints/{commit.step:08d}-{self.log.holder}"
         # An entry whose answer was lost may name what is there: it is not written over.
-        there = self.group.once(lambda: self.store.exists(f"{name}/{COMMIT}"))
+        there = self.group.once(lambda: _told(partial(self.store.exists, f"{name}/{COMMIT}"), fatal=False))
         files = self._thread.submit(self._write, name, {} if there else state.tensors(self.group))
         self._pending = files, partial(self._commit, name, commit, milestone, start), milestone
 
