@@ -182,6 +182,7 @@ def test_workers_of_this_machine_make_the_data_set(tmp_path: Path, run: Run) -> 
         (["launch.island.0.on=slurm"], ["did you mean 'islands'"]),
         (["launch.on=cloud"], ["launch.on"]),
         (["launch.router.nodes=2"], ["router asks for 2 nodes"]),
+        (["launch.on=slurm", "launch.islands.1.gpus=17"], ["expert 1 asks for 17 processes", "16 samples"]),
         (["launch.router.on=sky"], ["SkyPilot's nodes cannot see", "s3://"]),
         (["launch.on=slurm"], ["squeue is not installed here", "--dry-run"]),
     ],

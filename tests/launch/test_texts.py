@@ -104,6 +104,8 @@ def test_what_is_not_set_is_left_to_the_cluster_and_tasks_have_logs_of_their_own
     """Also under a name in which sbatch would otherwise see its own patterns."""
     bare = options(slurm.script(Job("router", train("/c"), memory=10**9), SITE))
     assert not {"--mem", "--time", "--partition", "--gres", "--account", "--qos", "--constraint"} & set(bare)
+    short = options(slurm.script(Job("router", train("/c"), slurm=SlurmConfig(hours=0.05)), SITE))
+    assert (short["--time"], short["--signal"]) == ("3", "B:USR1@90")  # and not 120 s before the end of 180
     text = slurm.script(Job("data", train("/c"), count=3), Site("/c%a", Path("/c%a/launch"), Path("/c")))
     array = options(text)
     assert (array["--array"], array["--output"]) == ("1-3", "/c%%a/launch/data-%a.out")

@@ -43,15 +43,16 @@ def test_a_silent_holder_is_taken_over(store: Store, elsewhere: None) -> None:
         first.append("commit")
 
 
-def test_heartbeats_keep_it(store: Store, elsewhere: None) -> None:
+@pytest.mark.parametrize("seconds", [0.05, 60.0])  # the second is more than the lease
+def test_heartbeats_keep_it(store: Store, elsewhere: None, seconds: float) -> None:
     log = Log(store, "a")
     assert acquire(log, SHORT)
-    with Heart(log, SHORT, lambda: {"step": 7}):
+    with Heart(log, SHORT.model_copy(update={"heartbeat_seconds": seconds}), lambda: {"step": 7}):
         time.sleep(1.3)
         with pytest.raises(Held):
             acquire(Log(store, "b"), SHORT)
         beat = read_heartbeat(store)
-    assert beat is not None and (beat.holder, beat.step) == ("a", 7) and beat.beat > 5
+    assert beat is not None and (beat.holder, beat.step) == ("a", 7) and beat.beat > 2
 
 
 def test_a_heart_goes_on_after_what_cannot_be_written(store: Store) -> None:

@@ -51,13 +51,16 @@ def script(job: Job, site: Site) -> str:
     slurm = job.slurm
     # In --output sbatch takes a percent sign for a pattern; %a is the number within an array.
     log = str(_prints(job, site) / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
+    # A bare number is minutes, and 0 would be no limit. A run that is warned at its start would take no step.
+    minutes = slurm.hours and max(1, round(60 * slurm.hours))
+    warn = min(slurm.warn, 30 * minutes) if minutes else slurm.warn
     options = [
         f"--job-name={job.label(site.campaign)}",
         _quoted(f"--output={log}"),
         # A job that is queued again writes to the same file, and would by default empty it.
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{slurm.warn}",
+        f"--signal=B:USR1@{warn}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
@@ -69,9 +72,8 @@ def script(job: Job, site: Site) -> str:
     if job.memory_asked:
         # Rounded up: Slurm's M are of 2**20 bytes, and a job over its memory is killed.
         options.append(f"--mem={-(-job.memory // 2**20)}M")
-    if slurm.hours is not None:
-        # A bare number is minutes, and 0 would be no limit at all.
-        options.append(f"--time={max(1, round(60 * slurm.hours))}")
+    if minutes:
+        options.append(f"--time={minutes}")
     for name in ("partition", "constraint", "account", "qos"):
         if (value := getattr(slurm, name)) is not None:
             options.append(_quoted(f"--{name}={value}"))

@@ -62,10 +62,8 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         from atoll.campaign.partition import make_islands
         from atoll.campaign.prepare import prepare_data
 
-        if (
-            not campaign.is_partitioned
-            and not launcher(campaign.config.launch.target("data", None, on)).WAITS
-        ):
+        waits = launcher(campaign.config.launch.target("data", None, on)).WAITS
+        if not (campaign.is_partitioned or waits):
             say("the data set is made here, within this command; launch.data.workers=1 makes it with a job")
         workers = campaign.config.launch.data.workers  # of this machine, as jobs elsewhere are done by now
         words = _set_words(campaign)
@@ -281,7 +279,11 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         needs = first + tuple(other.name for other in left if other.role in wanted)
         words = ("train", run.role, store.location, *options, *sets)
         threads = config.training(*run).threads
-        jobs.append(_job(run.name, words, place, target, threads, memory, needs=needs, work=work))
+        job = _job(run.name, words, place, target, threads, memory, needs=needs, work=work)
+        if plan is not None and (ranks := job.nodes * job.processes) > plan.batch:
+            what = f"{run.name} asks for {ranks} processes, and its steps have {plan.batch} samples"
+            raise ConfigError(what, "give it fewer GPUs, processes or nodes in launch")
+        jobs.append(job)
 
     # Here the launch assembles by itself. Of several queues none could say when all are finished.
     assembled = [job for job in jobs if job.name not in BESIDE]

@@ -34,7 +34,7 @@ class LeaseConfig(Config):
     """Heartbeats of a run, and when another process may take it over."""
 
     heartbeat_seconds: float = Field(default=10.0, gt=0)
-    """Seconds between heartbeats."""
+    """Seconds between heartbeats; at most a third of `expiry_seconds`."""
     expiry_seconds: float = Field(default=90.0, gt=0)
     """Seconds without a heartbeat after which another process may take over."""
 
@@ -213,5 +213,5 @@ class Heart:
             except Exception as error:  # the next beat may come through; the log guards what counts
                 if beats <= 1:
                     say(f"warning: no heartbeat: {error}")
-            if self._stop.wait(self.lease.heartbeat_seconds):
+            if self._stop.wait(min(self.lease.heartbeat_seconds, self.lease.expiry_seconds / 3)):
                 return

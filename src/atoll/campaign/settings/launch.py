@@ -30,7 +30,7 @@ class SlurmConfig(Config):
     hours: float | None = Field(default=None, gt=0)
     """Time limit in hours. A job that reaches it saves a checkpoint and queues again."""
     warn: int = Field(default=120, ge=1, le=65535)
-    """Seconds before the time limit at which a run saves a checkpoint and exits."""
+    """Seconds before the time limit, at most half of it, at which a run saves a checkpoint and exits."""
     lines: tuple[Line, ...] = ()
     """More options of sbatch, such as `--exclude=node7`."""
     setup: tuple[Line, ...] = ()
