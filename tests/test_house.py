@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_752,
     "serve": 1_506,
     "curate": 2_740,
-    "tests": 34_758,
+    "tests": 34_766,
     "benchmarks": 5_435,
     "longest file": 469,  # under 500: what one file alone imports is a part of it
     "tour": 4_858,
