@@ -100,9 +100,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def python(*argv: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Start a Python that imports this checkout, with pipes to it and from it."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+def python(*argv: str | Path, cwd: Path | None = None, listens: bool = False) -> subprocess.Popen[str]:
+    """Start a Python that imports this checkout, with pipes from it, and to it where it listens."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr")[not listens :], subprocess.PIPE)
     return subprocess.Popen([sys.executable, *map(str, argv)], env=environment(), cwd=cwd, text=True, **pipes)
 
 

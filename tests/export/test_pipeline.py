@@ -198,9 +198,9 @@ def test_parts_pass_from_one_pipeline_to_another(
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"routing": "top1"}, "there is no routing 'top1': did you mean 'top-1'"),
-    ({"routing": "once null top-4"}, "'once null top-4' with 3 experts: use k up to 3"),
-    ({"routing": "top-2 without 0,1"}, "with 3 experts: use k up to 3, with those left out"),
-    ({"routing": "top-1 without 0,1,2"}, "with 3 experts: use k up to 3, with those left out"),
+    ({"routing": "once null top-4"}, "'once null top-4' with 3 experts: give k of at most 3"),
+    ({"routing": "top-2 without 0,1"}, "with 3 experts: give k of at most 1"),
+    ({"routing": "top-1 without 0,1,2"}, "with 3 experts: leave fewer out"),
     ({"guidance_scale": -1.0}, "guidance_scale=-1.0: Input should be greater than or equal to 0"),
     ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
     ({"num_inference_steps": 0}, "num_inference_steps=0: Input should be greater than or equal to 1"),

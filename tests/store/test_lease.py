@@ -108,7 +108,7 @@ assert acquire(Log(Store.open(sys.argv[1]), "child"), LeaseConfig(expiry_seconds
 print("held", flush=True)
 sys.stdin.readline()
 """
-    child = python("-c", script, store.location)
+    child = python("-c", script, store.location, listens=True)
     assert child.stdout is not None and child.stdout.readline() == "held\n"
     with pytest.raises(Held, match="child holds this run"):
         acquire(Log(store, "b"), LONG)

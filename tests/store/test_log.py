@@ -118,7 +118,7 @@ for turn in range(40):
         fenced += 1
 print(fenced, done)
 """
-    racers = [python("-c", script, store.location, name) for name in "ab"]
+    racers = [python("-c", script, store.location, name, listens=True) for name in "ab"]
     for racer in racers:
         assert racer.stdin is not None
         racer.stdin.write("\n")

@@ -196,7 +196,9 @@ class Routing(Config):
         if self.without and self.without[-1] >= experts:
             raise ConfigError(f"{name}: there is no expert {self.without[-1]}", f"stay below {experts}")
         if not self.possible(experts):
-            raise ConfigError(f"{name} with {experts} experts", f"use k up to {experts}, with those left out")
+            left = experts - len(self.without)
+            fix = f"give k of at most {left}" if left else "leave fewer out"
+            raise ConfigError(f"{name} with {experts} experts", fix)
         return self
 
     def describe(self) -> str:

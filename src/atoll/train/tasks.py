@@ -24,7 +24,7 @@ from atoll.flow.schedule import RectifiedFlow, schedule
 from atoll.model.bank import Bank
 from atoll.model.expert import Expert, bound_of
 from atoll.model.generation import Generation
-from atoll.model.sampler import Row, Sampler
+from atoll.model.sampler import Row, Sampler, rows_of
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.train.rows import Batch, TrainingRows
@@ -102,9 +102,12 @@ class DenoiserTask(Task):
         generation = generation.for_condition(samples.condition).at(*shape[1:])
         cond, null = samples.conditions(index).to(self.device), samples.null.to(self.device)
         rows = Row.each(generation, range(len(index)))
-        sampler = Sampler(Bank([denoiser]), cond, null, rows, noise)
-        parts = torch.arange(len(rows)).split(self.at_once or len(rows))
-        latents = torch.cat([sampler.take(part.tolist()).run() for part in parts])
+        bank, drawn = Bank([denoiser]), list[Tensor]()
+        for part in torch.arange(len(rows)).split(self.at_once or len(rows)):
+            some = part.tolist()
+            sampler = Sampler(bank, rows_of(cond, some), null, [rows[n] for n in some], noise[some])
+            drawn.append(sampler.run())
+        latents = torch.cat(drawn)
         if self._vae is not None:
             pixels = self._vae.decode(latents)
         else:  # false colours of the first channels where the VAE is not at hand
