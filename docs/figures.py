@@ -4,6 +4,7 @@ python docs/figures.py
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ RATIOS = (
         SHORT,
         OVER.format("bf16, ", "400,000", ", 95 % unpaired"),
     ),
-    (160, "emoji", "right", "headline.json", LONG, OVER.format("", "2,228,480", "")),
+    (160, "emoji, 2 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 %")),
     (160, "paper (FID)", "left", "paper.json", "eight experts, 800k steps", None),
 )
 """Epochs, label, the side of the label that is at the point, and the file, case and metric of the ratio."""
@@ -60,7 +61,7 @@ def distances(axes: Any) -> None:
         models = [known["points"][name] for name in trained]
         seeds = [list(model.get("monolith", model.get("top-1")).values()) for model in models]
         values = [sorted(seed["test"][JUDGE] for seed in each) for each in seeds]
-        middle, spent = [each[len(each) // 2] for each in values], [each[0]["flops"] for each in seeds]
+        middle, spent = [statistics.median(each) for each in values], [each[0]["flops"] for each in seeds]
         for at, each in zip(spent, values, strict=True):
             axes.plot([at] * 2, [each[0], each[-1]], color=colour, lw=2.4, solid_capstyle="round")
         axes.plot(spent, middle, mark + "-", color=colour, lw=1.4, ms=7)
@@ -84,8 +85,12 @@ def ratios(axes: Any) -> None:
     for epochs, label, side, file, case, metric in RATIOS:
         (found,) = [row for row in rows(file) if (row["case"], row.get("metric")) == (case, metric)]
         ratio = found.get("value") or found["over the monolith's"]
-        if found.get("spread"):
-            axes.plot([epochs] * 2, found["spread"], color=ISLANDS, lw=2.4, solid_capstyle="round")
+        spread = found.get("spread")
+        if case == LONG:  # the interval of two seeds leaves the axes; both are shown
+            seeds = json.loads((RESULTS / file).read_text())["ratios"][case][JUDGE].values()
+            spread = min(seeds), max(seeds)
+        if spread:
+            axes.plot([epochs] * 2, spread, color=ISLANDS, lw=2.4, solid_capstyle="round")
         inside = "white" if file == "paper.json" else ISLANDS
         axes.plot([epochs], [ratio], "o", color=ISLANDS, ms=8, mfc=inside)
         place = {"textcoords": "offset points", "xytext": (9 if side == "left" else -9, 0), "va": "center"}
