@@ -1,7 +1,7 @@
 """A picture of a finished campaign: what its models make of the same prompts and the same noise.
 
 python docs/campaign_picture.py campaigns/quickstart quickstart.png
-python docs/campaign_picture.py campaigns/emoji examples/emoji/same-noise.png monolith student commit
+python docs/campaign_picture.py campaigns/emoji emoji.png monolith student once
 """
 
 import sys
