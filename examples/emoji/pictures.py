@@ -7,13 +7,16 @@ that was best on held-out pictures, and takes the first captions: none is chosen
 """
 
 import argparse
+import sys
 from pathlib import Path
-from textwrap import fill
 
 import torch
 from entries import APART, ENTRIES, LONGEST
-from matplotlib.figure import Figure
 from PIL import Image
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # a script finds its own folder only
+
+from campaign_picture import sheet
 
 from atoll.campaign.folder import Campaign
 from atoll.measure.models import RowConditions, published, samples_of
@@ -23,10 +26,10 @@ ROWS = (
     ("one network", SINGLE, "monolith"),
     ("experts, top-1", f"{APART}, {LONGEST:,} images", "top-1"),
     ("experts, once null sample-1", f"{APART}, {LONGEST:,} images", "once-null-sample-1"),
-    ("one network, guided by its earlier self", SINGLE, "monolith-null-milestone"),
-    ("experts, guided by their earlier selves", f"{APART}, {LONGEST:,} images", "once-null-own-milestone"),
+    ("one network, autoguidance", SINGLE, "monolith-null-milestone"),
+    ("experts, autoguidance", f"{APART}, {LONGEST:,} images", "once-null-own-milestone"),
 )
-"""Label, entry and album."""
+"""Label, entry and album. Autoguidance is by what a network was after an eighth of its training."""
 
 
 def main() -> None:
@@ -42,28 +45,11 @@ def main() -> None:
     card = published(campaign, "monolith", torch.device("cpu")).model.card
     samples = samples_of(campaign, campaign.dataset(), "test", card)
     conditions = RowConditions.drawn(campaign, samples, "test", options.count, 0)
-    rows = [("test image", [samples.dataset.image(int(row)) for row in samples.rows[conditions.index]])]
+    rows = {"test image": [samples.dataset.image(int(row)) for row in samples.rows[conditions.index]]}
     for label, entry, album in ROWS:
         place = folders[entry] / "reports" / "album" / album / "0"
-        rows.append((label, [Image.open(place / f"{number:05}.png") for number in range(options.count)]))
-
-    captions = 0.62  # inches below
-    height = 0.85 * len(rows) + captions
-    figure = Figure(figsize=(0.85 * options.count + 1.3, height), dpi=110)
-    axes = figure.subplots(len(rows), options.count, squeeze=False)
-    for line, (label, pictures) in zip(axes, rows, strict=True):
-        for cell, picture in zip(line, pictures, strict=True):
-            cell.imshow(picture, interpolation="nearest")
-            cell.set(xticks=[], yticks=[])
-            for side in cell.spines.values():
-                side.set_color("#cccccc")
-        line[0].set_ylabel(fill(label, 18), rotation=0, ha="right", va="center", fontsize=8)
-    for cell, caption in zip(axes[-1], conditions.captions(), strict=True):
-        cell.set_xlabel(fill(caption, 15, max_lines=5, placeholder=" …"), fontsize=6)
-    figure.subplots_adjust(
-        left=0.115, right=0.998, top=0.992, bottom=captions / height, wspace=0.06, hspace=0.06
-    )
-    figure.savefig(options.target)
+        rows[label] = [Image.open(place / f"{number:05}.png") for number in range(options.count)]
+    sheet(rows, conditions.captions(), options.target)
 
 
 if __name__ == "__main__":
