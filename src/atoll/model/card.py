@@ -10,12 +10,11 @@ from atoll.base.format import File
 from atoll.encoders.registry import LatentProducer, Producer, TextProducer
 from atoll.flow.settings import Prediction
 from atoll.model.generation import Generation
+from atoll.model.routing import LARGEST_K
 from atoll.networks.settings import DataShape
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 REMEDY = "restore it, or remove its folder to make it again: atoll assemble, train or export, or fetch it"
-LARGEST_K = 4096
-"""Most clusters of a model."""
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Flops = Annotated[float, Field(ge=0, le=1e32)]
 

@@ -19,11 +19,11 @@ from atoll.base.format import File
 from atoll.base.hashing import sha256
 from atoll.encoders.registry import with_tokenizers
 from atoll.flow.settings import shift_line
-from atoll.model.card import LARGEST_K, REMEDY, WEIGHTS, Card
+from atoll.model.card import REMEDY, WEIGHTS, Card
 from atoll.model.checkpoint import BASES, CARD, Checkpoint, serialised
 from atoll.model.generation import Generation
 from atoll.model.model_card import model_card
-from atoll.model.routing import PRETRAIN
+from atoll.model.routing import LARGEST_K, PRETRAIN
 from atoll.store.manifest import FileEntry, OwnFiles, check_file, entry_of
 from atoll.store.signatures import check_trusted, signer
 from atoll.store.store import Store, to_json

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRETRAIN: Literal["pretrain"] = "pretrain"
+LARGEST_K = 4096
+"""Most clusters of a model."""
 WeightFunction = Callable[[Any, Any], Any]
 """A user's own strategy: of logits `(B, K)` and uniforms `(B, 1)` on [0, 1) the weights `(B, K)`."""
 _GRAMMAR = re.compile(
@@ -88,7 +90,7 @@ class Routing(Config):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
         out_of_range = (
-            (not 1 <= self.k <= 4096, f"with k = {self.k}", "give k from 1 to 4096"),
+            (not 1 <= self.k <= LARGEST_K, f"with k = {self.k}", f"give k from 1 to {LARGEST_K}"),
             ("p" in uses and not 0 < (self.p or 0) <= 1, f"with p = {self.p}", "give p above 0, at most 1"),
             (not 0 < self.temperature < inf, f"at temperature {self.temperature}", "give one above 0"),
             (self.every < 1, f"every {self.every} steps", "give 1 or more"),
