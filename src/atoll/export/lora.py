@@ -28,7 +28,8 @@ from atoll.networks.settings import LoraConfig
 from atoll.store.store import Store
 from atoll.store.tensors import to_blocks
 
-FILES = (README, "pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
+NATIVE, PEFT = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
 
 
 def export_model(campaign: Campaign, request: ExportRequest) -> Path:
@@ -81,10 +82,8 @@ def low_rank(expert: Checkpoint, rank: int) -> tuple[dict[str, Tensor], float, f
 
 def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     """Write a folder for each expert: as diffusers reads it, or peft where a class has no loader."""
-    store, root = (
-        campaign.store,
-        output_folder(request.to, "LoRA", FILES if any(request.to.glob("expert-*")) else ()),
-    )
+    earlier = (README, NATIVE, PEFT, PEFT_CONFIG) if any(request.to.glob("expert-*")) else ()
+    store, root = campaign.store, output_folder(request.to, "LoRA", earlier)
     if request.model != "ensemble" or request.key is not None:
         raise ConfigError("--lora goes without --model and --sign", "leave them out")
     parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
@@ -100,7 +99,7 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     changes = [low_rank(parts[number], rank) for number in chosen]  # all, before anything is written
     first = parts[chosen[0]].card
     native = hasattr(kind := family(first.family).network_class(), "load_lora_adapter")
-    prefix = "transformer." if native else "base_model.model."
+    prefix, file = ("transformer.", NATIVE) if native else ("base_model.model.", PEFT)
     for path in root.glob("expert-*"):  # of an earlier export, whose files alone lie there
         shutil.rmtree(path)
     folder = Store.open(root, create=True)
@@ -110,9 +109,9 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
             names = sorted({name.rpartition(".lora_")[0] for name in matrices})
             alpha = matrices[f"{names[0]}.{DOWN}.weight"].shape[0]
             settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
-            folder.put_json(f"{place}/{FILES[3]}", settings)
+            folder.put_json(f"{place}/{PEFT_CONFIG}", settings)
         tensors = {f"{prefix}{name}": value for name, value in matrices.items()}
-        size, _ = folder.write(f"{place}/{FILES[1 if native else 2]}", to_blocks(tensors, {"format": "pt"}))
+        size, _ = folder.write(f"{place}/{file}", to_blocks(tensors, {"format": "pt"}))
         rows.append({"number": number, "kept": kept, "outside": outside, "bytes": size})
         lost = f", {outside:.1%} is outside of linear layers" * (outside > 0)
         say(f"expert {number}: {kept:.1%} of the norm of its change at rank {rank}{lost}")
