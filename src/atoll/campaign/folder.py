@@ -341,7 +341,8 @@ def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
     tail = tuple(part for part in Path(JOIN.join(names)).parts if part != "..")
     if isinstance(known, str) and Path(known).parts[-len(tail) :] == tail:
         return known
-    words = ("", "minilm", "none", "null", "scratch")  # what they mean, whatever folders there are
+    # What these mean, whatever folders there are.
+    words = ("", "efficientnet-lite0", "efficientnet-lite2", "minilm", "none", "null", "scratch")
     folders = {n: beside / expanded(n) for n in names if n not in words and isdir(beside / expanded(n))}
     return JOIN.join(str(local_path(folders[name])) if name in folders else name for name in names)
 

@@ -222,8 +222,6 @@ def _knots(schedule: Discrete, device: torch.device) -> Tensor:
 _SCHEDULES: dict[str, Schedule] = {
     s.name: s for s in (RectifiedFlow(), VPCosine(), DDPMLinear(), DDPMScaledLinear(), DDPMCosine())
 }
-
-
 MOST_LEVELS = 1_000_000
 
 
