@@ -65,7 +65,7 @@ def distances(axes: Any) -> None:
         for at, each in zip(spent, values, strict=True):
             axes.plot([at] * 2, [each[0], each[-1]], color=colour, lw=2.4, solid_capstyle="round")
         axes.plot(spent, middle, mark + "-", color=colour, lw=1.4, ms=7)
-        place = {"xytext": (0, height), "textcoords": "offset points", "ha": "right", "color": colour}
+        place = {"xytext": (-7, height), "textcoords": "offset points", "ha": "right", "color": colour}
         axes.annotate(label, (spent[-1], middle[-1]), **place)
     axes.axhline(known["floor"][JUDGE], color=QUIET, lw=1.2, ls=":")
     axes.text(5.6e14, known["floor"][JUDGE] + 9, "real training images", ha="right", color=QUIET)
