@@ -412,15 +412,11 @@ def test_a_card_whose_encoders_do_not_agree_is_refused(adopted: Callable[[str], 
             Card.of_json({**card, "text": {**card["text"], part: value}}, "card.json")
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"num_layers": "x"}, {"axes_dims_rope": [4, 4, 4]}, {"num_layers": None}]
-)
-def test_arguments_that_make_no_network_are_one_line(
-    arguments: dict[str, Any], tmp_path: Path, run: Run
-) -> None:
-    network = {"family": "flux", "patch": 2, "arguments": arguments}
-    folder = write_campaign(tmp_path / "c", {"condition": "text", "network": network})
-    refused(run("plan", folder), "network.arguments make no FluxTransformer2DModel that computes")
+def test_arguments_that_make_no_network_are_one_line(tmp_path: Path, run: Run) -> None:
+    for odd in ({"num_layers": "x"}, {"axes_dims_rope": [4, 4, 4]}, {"axes_dims_rope": []}):
+        network = {"family": "flux", "patch": 2, "arguments": odd}
+        folder = write_campaign(tmp_path / "c", {"condition": "text", "network": network})
+        refused(run("plan", folder), "network.arguments make no FluxTransformer2DModel that computes")
 
 
 def test_guidance_is_an_input_of_a_network_that_is_trained_from_scratch(tmp_path: Path) -> None:

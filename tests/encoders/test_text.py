@@ -1,5 +1,6 @@
 """Text encoders: what a caption's states depend on. MiniLM is the real one; T5 and CLIP are tiny."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from atoll.encoders.text import (
     text_encoder,
     text_encoder_of,
     text_form,
+    text_parameters,
 )
 from helpers_export import WORDS, save_tokenizer, text_tower
 
@@ -113,15 +115,9 @@ def test_a_prompt_may_be_as_long_as_the_network_takes(t5: Path, clip: Path) -> N
 
 def test_positions_of_roberta_begin_after_those_of_padding(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.RobertaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=10,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokens = {"vocab_size": len(WORDS), "max_position_embeddings": 10, "pad_token_id": 0}
+    config = transformers.RobertaConfig(**sizes, **tokens)
     transformers.RobertaModel(config).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, start=True)
     encoder = text_encoder(str(tmp_path))
@@ -164,6 +160,14 @@ def test_parts_of_a_pipeline_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
     assert text_form("someone/flux/text_encoder_2", 12).width == 16
     assert asked[1] == ["text_encoder_2/*.json"] and "tokenizer_2/*.json" in asked[0]
     assert not any(pattern.endswith((".bin", ".py")) for pattern in asked[0])
+
+
+def test_a_config_of_no_encoder_is_one_line(t5: Path, tmp_path: Path) -> None:
+    config = json.loads((t5 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": 5}))
+    assert text_parameters(str(tmp_path)) is None
+    with pytest.raises(ConfigError, match="cannot load the text encoder"):
+        text_form(str(tmp_path), 8)
 
 
 def test_clip_without_a_projection_beside_one_that_has_it_is_refused() -> None:

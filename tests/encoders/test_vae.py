@@ -111,7 +111,7 @@ def test_channels_have_their_own_mean_and_deviation(kl: Path, tmp_path: Path) ->
         autoencoder_of(without)
     network.register_to_config(latents_std=std[:3])
     network.save_pretrained(tmp_path / "vae")
-    with pytest.raises(ConfigError, match="latents_mean and latents_std"):
+    with pytest.raises(ConfigError, match="latents_mean, latents_std of the VAE"):
         autoencoder(str(tmp_path / "vae"))
 
 

@@ -65,27 +65,22 @@ def adopt(
         raise ConfigError(f"{checkpoint!r} is a {origin.class_name}", known) from None
     if TAKES_TEXT[adapter.name] != (condition == "text"):
         takes = "text" if TAKES_TEXT[adapter.name] else "class labels or nothing"
-        raise ConfigError(
-            f"{checkpoint!r} is a {origin.class_name}, which takes {takes}; the campaign's condition is"
-            f" {condition!r}",
-            "adopt one of the same condition",
-        )
+        what = f"{checkpoint!r} is a {origin.class_name}, which takes {takes}"
+        raise ConfigError(f"{what}; the campaign's condition is {condition!r}", "adopt one of the same")
 
     # What it predicts, on which schedule: what the user says, and else what the checkpoint says.
     if prediction is None or noise is None:
         settings = origin.beside("scheduler", "scheduler_config.json")
         if settings is None:
-            raise ConfigError(
-                f"{checkpoint!r} has no scheduler_config.json that says what it was trained on",
-                "say it: for example --prediction eps --schedule ddpm-linear",
-            )
+            what = f"{checkpoint!r} has no scheduler_config.json that says what it was trained on"
+            raise ConfigError(what, "say it: for example --prediction eps --schedule ddpm-linear")
         learned, learned_on = trained_on(settings)
         prediction, noise = prediction or learned, noise or learned_on
     latents, text = DataSet.open(store, "data").producers(campaign.config.data.text_column)
     check_producers(latents, text)
     forward_flops = _check_fit(origin, adapter, plan.shape, latents)
 
-    network = adapter.load(origin.settings)
+    network = origin.network(adapter)
     weights = origin.weights_of(network)
     card = Card(
         role="expert",
@@ -141,28 +136,18 @@ def _check_fit(
             raise ValueError(f"it answers {tuple(output.shape)} to {tuple(x.shape)}")
         return output
 
-    try:
-        with torch.device("meta"):  # settings that config.json leaves out have their defaults then
-            settings: Any = adapter.load(origin.settings).config
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{origin.name!r} has settings that make no network ({first_line(error)})", "adopt another one"
-        ) from None
     origin.check_text(adapter, shape)
+    settings: Any = origin.network(adapter).config
     implied = asdict(adapter.made_for(settings, shape))
     for part, value in asdict(shape).items():
         if part in _WORDS and implied[part] != value:
-            raise ConfigError(
-                f"{origin.name!r} was made for {_WORDS[part].format(implied[part])}, the campaign's data have"
-                f" {value}",
-                "adopt one that was trained on data of this shape",
-            )
+            what = f"{origin.name!r} was made for {_WORDS[part].format(implied[part])}"
+            fix = "adopt one that was trained on data of this shape"
+            raise ConfigError(f"{what}, the campaign's data have {value}", fix)
     if (others := origin.other_latents(latents)) is not None:
         raise ConfigError(others, "adopt one that was trained on the same latents")
     try:
         return count(lambda: adapter.load(origin.settings), evaluate, shape).forward
-    except (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, KeyError) as error:
-        raise ConfigError(
-            f"{origin.name!r} cannot be asked with the campaign's data ({first_line(error)})",
-            "adopt another one",
-        ) from None
+    except Exception as error:  # as `origin.network`
+        what = f"{origin.name!r} cannot be asked with the campaign's data ({first_line(error)})"
+        raise ConfigError(what, "adopt another one") from None

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from atoll.base.errors import ConfigError, first_line
+from atoll.base.errors import AtollError, ConfigError, first_line
 from atoll.base.text import many
 from atoll.campaign.runs import Run, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import WARMUP_SHARE
+from atoll.encoders.registry import check_config
 from atoll.networks.cost import Flops, counts, mean
 from atoll.networks.families import family
 from atoll.networks.router import Router
@@ -68,10 +69,11 @@ def denoiser_flops(config: NetworkConfig, shape: DataShape, rows: Sequence[float
 @lru_cache
 def _denoiser_counts(config: NetworkConfig, shape: DataShape) -> tuple[Flops, ...]:
     adapter = family(config.family)
+    check_config(config.arguments, "network.arguments")
     try:
         return counts(lambda: adapter.build(config, shape), adapter.predict, shape)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError, KeyError) as error:
-        if not config.arguments:
+    except Exception as error:  # a class of diffusers that meets odd arguments raises of every kind
+        if not config.arguments or isinstance(error, AtollError):
             raise
         what = f"network.arguments make no {adapter.class_name} that computes ({first_line(error)})"
         raise ConfigError(what, "take them from the config.json of a checkpoint") from None

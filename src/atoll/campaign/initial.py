@@ -329,10 +329,8 @@ def _find(settings: NetworkConfig, beside: str, shape: DataShape) -> DiffusersCh
     checkpoint = find(settings.init, Path(beside))
     wanted = family(settings.family).network_class().__name__
     if checkpoint.class_name != wanted:
-        raise ConfigError(
-            f"{settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}",
-            "give a checkpoint of that class, or set network.family",
-        )
+        what = f"{settings.init!r} is a {checkpoint.class_name}, {settings.family} is a {wanted}"
+        raise ConfigError(what, "give a checkpoint of that class, or set network.family")
     checkpoint.check_text(family(settings.family), shape)
     return checkpoint
 

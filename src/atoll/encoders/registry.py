@@ -143,13 +143,12 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     """Refuse a config of transformers that wants endless layers, or attention by code other than torch's."""
     for key, value in config.items():
         if isinstance(value, int) and value > (MOST_LAYERS if "layer" in key else 10**7):
-            raise ConfigError(f"{where} says that {key} is {value:,}", "fetch it again")
+            raise ConfigError(f"{where} says that {key} is {value:,}", "mend it, or fetch it again")
         if "attn_implementation" in key:
             for wanted in value.values() if isinstance(value, dict) else [value]:
                 if wanted not in (None, "eager", "sdpa"):
-                    raise ConfigError(
-                        f"{where} wants attention by {str(wanted)[:100]!r}", "take eager or sdpa"
-                    )
+                    what = f"{where} wants attention by {str(wanted)[:100]!r}"
+                    raise ConfigError(what, "take eager or sdpa")
         elif isinstance(value, dict):
             check_config(value, where)
 

@@ -281,7 +281,8 @@ def text_form(name: str, max_length: int) -> Form:
             width = known.width if known.projected or not clip else 0
             forms.append(Form(length, width, known.width if clip else 0, clip))
         else:
-            forms.append(_form(_config(one)[0], max_length, len(names) > 1))
+            with loading("text encoder", one, _FIX):
+                forms.append(_form(_config(one)[0], max_length, len(names) > 1))
     return Form.joined(forms)
 
 
@@ -290,7 +291,7 @@ def text_parameters(name: str) -> int | None:
     """Parameters of a text encoder, from its config: no weights. None if that is not to be found here."""
     try:
         configs = [_config(one)[0] for one in name.split(JOIN)]
-        with torch.device("meta"):
+        with torch.device("meta"), loading("text encoder", name, _FIX):
             networks = [_tower(config)(getattr(config, "text_config", config)) for config in configs]
             return sum(int(network.num_parameters()) for network in networks)
     except ConfigError:

@@ -119,21 +119,23 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
         network = network.eval().requires_grad_(False).to(device)
         if str(device) != "cpu":  # convolutions in bf16 are fastest with channels last
             network = network.to(memory_format=torch.channels_last)
-    shift = float(getattr(network.config, "shift_factor", None) or 0.0)
-    scale = float(getattr(network.config, "scaling_factor", None) or 1.0)
-    return Autoencoder(name, network, shift, scale, device, *channels_of(network.config))
+    return Autoencoder(name, network, device=device, **constants_of(network.config))
 
 
-def channels_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel: of a VAE's config, or of what it is as a producer."""
-    lists = [values.get(f"latents_{name}") or values.get(name) or () for name in ("mean", "std")]
+def constants_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Constants of latents, as fields of `Autoencoder`: of a VAE's config, or of what it is as a producer."""
+    names = {"shift": "shift_factor", "scale": "scaling_factor", "mean": "latents_mean", "std": "latents_std"}
+    found = {name: values.get(long) or values.get(name) for name, long in names.items()}
     try:
-        mean, std = (tuple(map(float, numbers)) for numbers in lists)
-    except (TypeError, ValueError):
-        mean, std = (), (0.0,)
-    if len(mean) != len(std) or not all(0 < width < math.inf for width in std):
-        raise ConfigError("latents_mean and latents_std of the VAE do not fit each other", "mend its config")
-    return mean, std
+        shift, scale = float(found["shift"] or 0.0), float(found["scale"] or 1.0)
+        mean, std = (tuple(map(float, found[name] or ())) for name in ("mean", "std"))
+        sound = len(mean) == len(std) and all(width > 0 for width in std)
+        if not sound or not math.isfinite(sum((shift, scale, *mean, *std))):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        what = f"{', '.join(names.values())} of the VAE are no constants of latents"
+        raise ConfigError(what, "mend its config.json") from None
+    return {"shift": shift, "scale": scale, "mean": mean, "std": std}
 
 
 def _factor(config: Mapping[str, Any]) -> int:

@@ -19,7 +19,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.pictures import to_images
 from atoll.encoders.registry import text_parts, with_tokenizers, without_reports
 from atoll.encoders.text import TextEncoder, prompt_length
-from atoll.encoders.vae import Autoencoder, channels_of
+from atoll.encoders.vae import Autoencoder, constants_of
 from atoll.export.bank import ExpertBank
 from atoll.export.call import Call, check_flow, checked_latents, set_times
 from atoll.export.encoders import by_name, cast, check_encoders
@@ -255,8 +255,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             encoder = TextEncoder(card.text["name"], pairs, length, device)
         if not self._lacks_vae:
             by = card.latents
-            constants = by["shift"], by["scale"], str(device)
-            vae = Autoencoder(by["name"], self.vae, *constants, *channels_of(by))
+            vae = Autoencoder(by["name"], self.vae, device=str(device), **constants_of(by))
         return Model(networks, card, device, encoder=encoder, vae=vae)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:

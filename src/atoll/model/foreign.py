@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from atoll.base.errors import ConfigError, StoreError, first_line
 from atoll.base.safe_parse import expanded, read_json
 from atoll.base.text import shorten
-from atoll.encoders.registry import AUTOENCODERS
+from atoll.encoders.registry import AUTOENCODERS, check_config
+from atoll.encoders.vae import constants_of
 from atoll.model.card import WEIGHTS
 from atoll.model.checkpoint import CARD
 from atoll.model.expert import FileWeights
@@ -88,36 +89,35 @@ class DiffusersCheckpoint:
         """What sets the latents that it was trained on apart from these, if anything does."""
         if (vae := self.beside("vae", "config.json")) is None:
             return None
-        # Latents of the same VAE with other constants look alike, and would give grey pictures.
-        shift, scale = float(vae.get("shift_factor") or 0.0), vae.get("scaling_factor")
-        if scale is None and vae.get("_class_name") in AUTOENCODERS:
+        if vae.get("scaling_factor") is None and vae.get("_class_name") in AUTOENCODERS:
             import diffusers
 
-            made = getattr(diffusers, vae["_class_name"])
-            scale = inspect.signature(made).parameters["scaling_factor"].default
-        scale = float(scale or 1.0)
-        same = (shift, scale) == (latents["shift"], latents["scale"])
-        named = (("latents_mean", "mean"), ("latents_std", "std"))
-        same = same and all(list(vae.get(a) or []) == list(latents.get(b) or []) for a, b in named)
-        if same and latents["name"] != "none":
+            made = inspect.signature(getattr(diffusers, vae["_class_name"])).parameters
+            vae["scaling_factor"] = made["scaling_factor"].default
+        # Latents of the same VAE with other constants look alike, and would give grey pictures.
+        theirs, ours = constants_of(vae), constants_of(latents)
+        if theirs == ours and latents["name"] != "none":
             return None
-        ours = f"have {latents['shift']:g} and {latents['scale']:g}"
-        return (
-            f"{self.name!r} was trained on latents with shift {shift:g} and scale {scale:g},"
-            f" the campaign's {'are pixels' if latents['name'] == 'none' else ours}"
-        )
+        own = "are pixels" if latents["name"] == "none" else f"have {ours['shift']:g} and {ours['scale']:g}"
+        trained = f"latents with shift {theirs['shift']:g} and scale {theirs['scale']:g}"
+        return f"{self.name!r} was trained on {trained}, the campaign's {own}"
+
+    def network(self, adapter: Family) -> nn.Module:
+        """The network of its own settings, without memory; `ConfigError` where they make none."""
+        try:
+            with torch.device("meta"):  # settings that config.json leaves out have their defaults then
+                return adapter.load(self.settings)
+        except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
+            raise _refusal(self.name, f"config.json makes no network ({first_line(error)[:200]})") from None
 
     def check_positions(self, adapter: Family, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse a network that would meet other positions than the checkpoint was trained with."""
-        with torch.device("meta"):
-            made = adapter.load(self.settings)
-        (there, size), (here, own) = map(reach, (made, network))
+        (there, size), (here, own) = map(reach, (self.network(adapter), network))
         # With another size of patches no patch is embedded as it was.
         if size == own and abs(there / here - 1) > 1e-6:
             what = f"{self.name!r} has positions up to {there:g} patches, the network up to {here:g}"
-            raise ConfigError(
-                what, f"set network.interpolation_scale={here / there:g}, or one of your choice"
-            )
+            fix = f"set network.interpolation_scale={here / there:g}, or one of your choice"
+            raise ConfigError(what, fix)
         for name, table in kept_buffers(network).items():
             theirs = weights.get(name, table)
             if theirs.shape[-1] != table.shape[-1]:
@@ -133,7 +133,9 @@ class DiffusersCheckpoint:
         tensors: dict[str, Tensor] = {}
         for file in self.files:
             try:
-                tensors |= FileWeights(self.folder / file)
+                read = FileWeights(self.folder / file).items()
+                # Those of one byte are exact in two, and torch computes little in one.
+                tensors |= {n: v.half() if v.is_floating_point() and v.itemsize == 1 else v for n, v in read}
             except Absent:
                 raise _refusal(self.name, f"{file} is missing") from None
             except StoreError as error:
@@ -178,7 +180,7 @@ def find(name: str, beside: Path) -> DiffusersCheckpoint:
         folder = folder / "transformer"
     if not (folder / "config.json").is_file():
         raise _refusal(name, "it has no config.json")
-    settings = _json(name, folder / "config.json")
+    check_config(settings := _json(name, folder / "config.json"), f"config.json of {name!r}")
     class_name = str(settings.get("_class_name"))
     if class_name == "Transformer2DModel":  # early checkpoints name the class that DiT and PixArt once shared
         norms = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
