@@ -163,7 +163,7 @@ class BucketConfig(Config):
     sizes: Literal["eleven", "paper"] | list[str] = "eleven"
     """`eleven` aspect ratios (1:2 to 2:1) or the `paper`'s five (9:16 to 16:9), each with about as many
     pixels as the square of `size`. Or sizes in pixels, such as [256x256, 320x208]."""
-    multiple: int = Field(default=16, ge=1)
+    multiple: int = Field(default=16, ge=1, le=8192)
     """Sides are multiples of this number of pixels: the autoencoder's factor times the largest patch."""
     min_rows: int = Field(default=256, ge=1)
     """Buckets with fewer images are merged into the nearest one; use at least the batch size."""

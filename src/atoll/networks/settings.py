@@ -59,11 +59,11 @@ class NetworkConfig(Config):
     """Preset: nano, micro, tiny, S, B, XL, 2B or 3B."""
     patch: int = Field(default=2, ge=1)
     """Patch size, in latent pixels."""
-    depth: int | None = Field(default=None, ge=1)
+    depth: int | None = Field(default=None, ge=1, le=1000)
     """Number of transformer blocks; by default the preset's."""
-    heads: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1, le=1000)
     """Number of attention heads; by default the preset's."""
-    head_width: int | None = Field(default=None, ge=1)
+    head_width: int | None = Field(default=None, ge=1, le=10_000)
     """Width of an attention head; by default the preset's."""
     init: str = "scratch"
     """Initial weights: `scratch`, or a diffusers checkpoint (folder or hub name); what does not fit is
@@ -72,7 +72,7 @@ class NetworkConfig(Config):
     arguments: dict[str, Any] = {}
     """Further arguments of the diffusers class, as a checkpoint's `config.json` has them, such as
     `{guidance_embeds: true, num_layers: 19}`."""
-    interpolation_scale: float | None = Field(default=None, gt=0, le=64)
+    interpolation_scale: float | None = Field(default=None, ge=1 / 64, le=64)
     """Divides the positions of patches: with 2, latents of twice the side keep the range of positions, with 1
     they go beyond it. By default as the class has it, and `init` must have the same positions."""
 

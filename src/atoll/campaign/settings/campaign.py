@@ -50,7 +50,7 @@ class DataConfig(Config):
     text_encoder: str = "minilm"
     """Frozen text encoder for condition `text`: `minilm`, a folder or a hub name. A list, also written
     `A + B`, joins several in the order of their pipeline, as SD3 (two CLIP, T5) and Flux (CLIP, T5) do."""
-    text_length: int = Field(default=77, ge=1)
+    text_length: int = Field(default=77, ge=1, le=65536)
     """Maximum tokens of a caption; longer captions are cut. Several encoders pad to it: 256 for SD3 and
     FLUX.1-schnell, 512 for FLUX.1-dev; CLIP takes 77."""
     precompute_text: bool = True
@@ -88,12 +88,12 @@ class DataConfig(Config):
 class BudgetConfig(Config):
     """Total training compute, and how the experts share it."""
 
-    samples: int = Field(default=100_000, ge=1)
+    samples: int = Field(default=100_000, ge=1, le=10**12)
     """Training images that the monolith sees. The experts, the router and shared pretraining together cost
     the same FLOPs."""
     compute: Literal["proportional", "equal"] = "proportional"
     """Expert steps: `proportional` to cluster size, or `equal` for all experts as in the paper."""
-    expert_batch: int | None = Field(default=None, ge=1)
+    expert_batch: int | None = Field(default=None, ge=1, le=10**6)
     """Batch size of an expert; by default `train.batch`, and with `equal` that divided by K."""
     pretrain: float = Field(default=0.0, ge=0, lt=1)
     """Share of the monolith's FLOPs for pretraining on all data, from which the experts start."""
@@ -106,11 +106,11 @@ class RouterConfig(Config):
 
     patch: int = Field(default=4, ge=1)
     """Patch size, in latent pixels."""
-    depth: int = Field(default=2, ge=1)
+    depth: int = Field(default=2, ge=1, le=1000)
     """Number of transformer blocks."""
-    heads: int = Field(default=2, ge=1)
+    heads: int = Field(default=2, ge=1, le=1000)
     """Number of attention heads."""
-    head_width: int = Field(default=32, ge=1)
+    head_width: int = Field(default=32, ge=1, le=10_000)
     """Width of an attention head."""
     sees_condition: bool = True
     """Whether the router gets the text or label; without it, it knows only the prior near pure noise."""
@@ -225,25 +225,25 @@ class CampaignConfig(Config):
         pixels = self.data.vae == "none"
         sides = [(height, width) for width, height in self.data.ingest.sizes()]
         denoisers = (self.denoiser("monolith"), self.denoiser("student"), *map(self.island, self.islands))
+        widths = [("network", *own.dimensions()[1:]) for own, _ in denoisers if own.family != "flux"]
+        for name, heads, width in (*widths, ("router", self.router.heads, self.router.head_width)):
+            if heads * width % 4:  # sines and cosines of two axes are their positions
+                what = f"{name}.heads x {name}.head_width is {heads} x {width}, which gives no positions"
+                raise ConfigError(what, "make the product a multiple of 4")
         for network, _ in denoisers:
-            network.dimensions()
             check_sides(network.family, network.patch if pixels else 1, sides)
             if network.guidance != self.network.guidance:
                 what = "guidance_embeds of network.arguments differs from that of an island or the student"
                 raise ConfigError(what, "set it to one value for all")
             if TAKES_TEXT[network.family] != (self.condition == "text"):
-                raise ConfigError(
-                    f"the {network.family} family does not take condition {self.condition!r}",
-                    "set network.family to pixart, sd3 or flux for text, to dit for class or none",
-                )
+                what = f"the {network.family} family does not take condition {self.condition!r}"
+                raise ConfigError(what, "take pixart, sd3 or flux for text, dit for class or none")
         check_sides("router", self.router.patch if pixels else 1, sides)
         if isinstance(self.data.source, dict):
             check_names(self.data.source)
             if len({source.weight for source in self.data.source.values()}) > 1 and not self.data.weighted:
-                raise ConfigError(
-                    "data.source: the weights differ, but rows are drawn without weights",
-                    "set data.weighted=true, or leave out the weights",
-                )
+                what = "data.source: the weights differ, but rows are drawn without weights"
+                raise ConfigError(what, "set data.weighted=true, or leave out the weights")
         self.sampling.routing.check(self.partition.k, pretrained=bool(self.budget.pretrain))
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():

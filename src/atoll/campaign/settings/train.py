@@ -57,7 +57,7 @@ class ParallelConfig(Config):
 class TrainConfig(Config):
     """Optimizer and training loop. Amounts are in samples, so that they fit any batch size."""
 
-    batch: int = Field(default=256, ge=1)
+    batch: int = Field(default=256, ge=1, le=10**6)
     """Batch size: images per step, over all processes."""
     lr: float = Field(default=1e-4, gt=0)
     """Peak learning rate of AdamW."""
@@ -128,13 +128,13 @@ class StudentConfig(Config):
     """Routing strategy of the `routed` teacher."""
     steps: int | None = Field(default=None, ge=1)
     """Number of sampling steps that it is distilled for, such as 1, 2, 4 or 8; null: any number of steps."""
-    teacher_steps: int = Field(default=24, ge=1)
+    teacher_steps: int = Field(default=24, ge=1, le=100_000)
     """Sampling steps of the teacher of a student with `steps`, a multiple of them."""
     guidance: float = Field(default=1.0, ge=0, le=1e6)
     """Guidance scale of the teacher. Above 1 the student is sampled without guidance, at half the cost."""
-    batch_share: float = Field(default=0.25, gt=0)
+    batch_share: float = Field(default=0.25, gt=0, le=1000)
     """Batch size, as a share of `train.batch`."""
-    step_share: float = Field(default=1.0, gt=0)
+    step_share: float = Field(default=1.0, gt=0, le=1000)
     """Number of steps, as a share of the monolith's."""
     start: str = "scratch"
     """Initial weights: `scratch`, `average` (mean of the experts) or `expert:K`."""
