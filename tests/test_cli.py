@@ -212,6 +212,10 @@ def test_settings_that_do_not_fit_the_data(run: Run, tmp_path: Path) -> None:
         ("network.family=pixart", "the pixart family does not take condition 'none'"),
         ("network.patch=3", "8 px do not divide into patches of 3"),
         ("router.patch=3", "8 px do not divide into patches of 3"),
+        ("network.head_width=5", "network.head_width is 2 x 5, which gives no positions"),
+        ("router.head_width=6", "router.head_width is 1 x 6, which gives no positions"),
+        ("student.batch_share=1e308", "less than or equal to 1000"),
+        (f"data.ingest.buckets.multiple={10**400}", "less than or equal to 8192"),
         ("partition.k=60", "K = 60 clusters for 5 training rows"),
     ):
         refused(run("launch", folder, "--set", setting), words)
@@ -293,6 +297,7 @@ def test_a_wrong_request_for_samples(run: Run, trained: Path, tmp_path: Path) ->
         ([], ["needs prompts (class)"]),
         (["2"], ["'2' is no class label", "0 to 1"]),
         (["²"], ["'²' is no class label"]),
+        (["1" * 5_000], ["1111 is no class label", "0 to 1"]),
         (["--", "-1"], ["'-1' is no class label"]),
         (["1", "--guidance", "-1"], ["--guidance"]),
         (["1", "--guidance", "nan"], ["guidance"]),

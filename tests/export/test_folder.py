@@ -162,6 +162,7 @@ def test_prompt_embeds_stand_for_prompts(texts: Path, told: AtollPipeline) -> No
         (given, "needs negative_prompt_embeds"),
         ({**given, "prompt": "bar"}, "both prompt and prompt_embeds"),
         ({"prompt_embeds": states, "guidance_scale": 1.0}, "prompt_attention_mask does not fit"),
+        ({"prompt_embeds": states[:0], "guidance_scale": 1.0}, r"prompt_embeds has shape \(0, "),
     ):
         with pytest.raises(ConfigError, match=words):
             light(**call)
@@ -174,8 +175,9 @@ def test_negative_prompts_lead_away(told: AtollPipeline) -> None:
     each = picture(told, **PROMPTS, negative_prompt=["green"] * 4)
     torch.testing.assert_close(one, each, rtol=0, atol=1e-5)
     assert not torch.equal(one, plain)
-    with pytest.raises(ConfigError, match="2 negative prompts for 4 prompts"):
-        picture(told, **PROMPTS, negative_prompt=["green", "red"])
+    for wrong, words in ((["green", "red"], "2 negative prompts for 4 prompts"), ("\ud800", "is no text")):
+        with pytest.raises(ConfigError, match=words):
+            picture(told, **PROMPTS, negative_prompt=wrong)
 
 
 def test_a_prompt_may_be_longer_than_a_training_caption(told: AtollPipeline) -> None:

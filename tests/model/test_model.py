@@ -164,16 +164,3 @@ def test_prompts_that_do_not_fit_are_refused_before_weights_are_read(
     for message, given in wrong.items():
         with pytest.raises(ConfigError, match=message):
             model(given)
-
-
-def test_a_wrong_generation_is_told_in_one_line(model: Model) -> None:
-    for changes, message in (
-        ({"steps": 0}, "'steps' in the generation"),
-        ({"guidance": -1.0}, "guidance"),
-        ({"guidance": float("nan")}, "guidance"),
-        ({"routing": "top-9"}, "'top-9' with 3 experts"),
-        ({"routing": 3}, "routing"),
-        ({"scale": 1}, "scale"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            drawn(model, **changes)

@@ -65,6 +65,7 @@ def test_names_and_spellings() -> None:
         ("nucleus(0.9, 0)", "temperature 0.0"),
         ("nucleus(0.9, 1, 2)", r"write nucleus\(0.9\), nucleus\(0.9,2\), nucleus\(0.9\) every 5"),
         ("sample-2(inf)", "temperature inf"),
+        ("once(1e-320)", "temperature 1e-320: give 1e-6 to 1e6"),  # logits over it are infinite
         ("top-1 every 0", "every 0"),
         ("once every 2", "has no every"),
         ("top-1 without", "there is no routing 'top-1 without'"),
@@ -73,9 +74,8 @@ def test_names_and_spellings() -> None:
         ("top-1 null", "there is no routing 'top-1 null'"),
         ("null pretrain", "did you mean 'once null pretrain'"),
         ("top-1 null pretrian", "did you mean 'once null pretrain'"),
-        ("top-1 null comit", "there is no routing 'comit'"),
-        ("commit", "there is no routing 'commit'"),
-        ("top-1 null sample-1 null full", "the null branch takes full, top-K"),
+        ("once" + " null once" * 3_000, "there is no routing 'once null once null"),
+        ("top-1 without " + "9" * 5_000, "there is no routing 'top-1 without 9999"),
     ],
 )
 def test_wrong_names_say_why(name: str, hint: str) -> None:

@@ -112,6 +112,7 @@ def test_streams_bring_partial_pictures_and_the_whole(client: openai.OpenAI) -> 
         ({"extra_body": {"steps": 0}}, "invalid_value", "steps"),
         ({"extra_body": {"steps": 100_000}}, "invalid_value", "steps"),
         ({"extra_body": {"routing": "topp-1"}}, "invalid_value", "routing"),
+        ({"extra_body": {"routing": "once(1e-320)"}}, "invalid_value", "routing"),
         ({"extra_body": {"routing": "oracle"}}, "invalid_value", "routing"),
         ({"extra_body": {"routing": "top-9"}}, "invalid_value", "routing"),
         ({"extra_body": {"negative": "ugly"}}, "invalid_request", None),
@@ -121,10 +122,10 @@ def test_streams_bring_partial_pictures_and_the_whole(client: openai.OpenAI) -> 
         ({"n": 11}, "invalid_value", "n"),
         ({"n": 5, "response_format": "url"}, "invalid_value", "response_format"),
         ({"size": "1024x1024"}, "invalid_size", "size"),
-        ({"prompt": "a text"}, "invalid_request", None),
         ({"prompt": 3}, "invalid_value", "prompt"),
         ({"partial_images": 2}, "invalid_value", "partial_images"),
         ({"output_format": "gif"}, "invalid_value", "output_format"),
+        ({"prompt": "1" * 5_000}, "invalid_request", None),
     ],
 )
 def test_wrong_requests_are_told_once(

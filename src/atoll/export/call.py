@@ -135,10 +135,8 @@ class Call(BaseModel):
         if not encodes:
             what = f"the pipeline was loaded without its text encoder {(card.text or {}).get('name')!r}"
             raise ConfigError(what, "load it, or give prompt_embeds")
-        if not self.truncate_prompt:
-            fix = "shorten it, or give truncate_prompt=True"
-            model.encoder.refuse_long([*self.prompt, *negative], fix)
-        return model.conditions(self.prompt, negative, each, cut=True)
+        fix = "shorten it, or give truncate_prompt=True"
+        return model.conditions(self.prompt, negative, each, self.truncate_prompt, fix)
 
     def _of_states(self, card: Card, embeds: Tensor) -> Conditions:
         """Those of text states that the caller encoded."""
@@ -152,7 +150,7 @@ class Call(BaseModel):
             raise ConfigError("this model takes a pooled vector beside prompt_embeds", "give prompt")
         width, parts = card.shape.text_width, [Condition()] * 2
         for n, (name, (states, mask)) in enumerate(pairs.items()):
-            if states.ndim != 3 or states.shape[2] != width:
+            if states.ndim != 3 or states.shape[2] != width or not states.numel():
                 raise ConfigError(f"{name}_embeds has shape {tuple(states.shape)}", f"give (N, L, {width})")
             if mask is None or mask.shape != states.shape[:2]:
                 raise ConfigError(f"{name}_attention_mask does not fit {name}_embeds", "give (N, L)")

@@ -6,6 +6,7 @@ all call `Model.generate`, so one seed is one picture everywhere.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,7 @@ class Model:
         negative: Sequence[str] | str = "",
         each: int = 1,
         cut: bool = False,
+        fix: str = "shorten it",
     ) -> Conditions:
         """Turn texts, or class labels, into conditions; an unconditional model takes none.
 
@@ -230,18 +232,17 @@ class Model:
             prompts: texts or labels; one text may stand alone.
             negative: what guidance leads away from, one text for all or one for each prompt.
             each: samples of every prompt; without prompts, samples.
-            cut: cut texts that are too long, instead of refusing them.
+            cut: cut texts that are too long, instead of refusing them with a `fix`.
         """
-        prompts = [prompts] if isinstance(prompts, str | int) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str | int | Integral) else list(prompts)  # numpy's too
         if each < 1:
             raise ConfigError(f"{each} pictures of each prompt", "give 1 or more")
-        # A number would be encoded as a text, and give a picture of the word "3".
-        if self.card.condition == "text" and not all(isinstance(prompt, str) for prompt in prompts):
-            raise ConfigError(
-                f"prompts {prompts!r} are no texts", "give texts: this model has no class labels"
-            )
         texts = tuple(map(str, prompts))
         negatives = [negative] if isinstance(negative, str) else list(negative)
+        # A number would be encoded as a text, and give a picture of the word "3"; tokenizers raise on others.
+        for text in (*prompts, *negatives) if self.card.condition == "text" else ():
+            if not isinstance(text, str) or text.encode("utf-8", "replace").decode() != text:
+                raise ConfigError(f"{text!r:.60} is no text", "give texts in UTF-8, and no class labels")
         if any(negatives) and (self.card.condition != "text" or self.card.shape.guidance):
             raise ConfigError("this model takes no negative prompt", "leave it out")
         if self.card.condition == "none":
@@ -253,13 +254,14 @@ class Model:
         if self.card.condition == "class":
             classes = self.card.shape.classes
             for text in texts:
-                if not text.isdecimal() or int(text) >= classes:
-                    raise ConfigError(f"{text!r} is no class label", f"give a number from 0 to {classes - 1}")
+                if not text.isdecimal() or len(text) > 99 or int(text) >= classes:
+                    what = f"{text!r:.60} is no class label"
+                    raise ConfigError(what, f"give a number from 0 to {classes - 1}")
             cond = Condition(labels=torch.tensor([int(text) for text in texts]))
             null = Condition(labels=torch.tensor([classes]))  # the row after the last class
         else:
             if not cut:
-                self.encoder.refuse_long([*texts, *negatives], "shorten it")
+                self.encoder.refuse_long([*texts, *negatives], fix)
             cond, null = self._encoded(texts, negatives)
         return Conditions.of_rows(cond, null, len(texts), texts, each)
 

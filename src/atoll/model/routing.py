@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
@@ -28,7 +27,7 @@ WeightFunction = Callable[[Any, Any], Any]
 """A user's own strategy: of logits `(B, K)` and uniforms `(B, 1)` on [0, 1) the weights `(B, K)`."""
 _GRAMMAR = re.compile(
     r"(?P<word>[a-z]+)(?:-(?P<dash>[^\s()]+))?(?:\((?P<args>[^()]*)\))?(?:\s+every\s+(?P<every>\S+))?"
-    r"(?:\s+without\s+(?P<without>\d+(?:\s*,\s*\d+)*))?"
+    r"(?:\s+without\s+(?P<without>\d{1,4}(?:\s*,\s*\d{1,4})*))?"
 )
 
 _NUMBERS = str.maketrans({"K": "1", "P": "0.9", "T": "2"})  # in place of placeholders a form may be copied
@@ -51,7 +50,7 @@ class Routing(Config):
     p: float | None = None
     """Minimum weight (threshold) or probability mass (nucleus), in (0, 1]; these two need it."""
     temperature: float = 1.0
-    """Temperature of the logits for sampling an expert (sample-k, nucleus, once)."""
+    """Temperature of the logits for sampling an expert (sample-k, nucleus, once), from 1e-6 to 1e6."""
     every: int = 1
     """Steps between evaluations of the router; `once` evaluates it at the first step only."""
     without: tuple[int, ...] = ()
@@ -76,15 +75,11 @@ class Routing(Config):
                 raise ConfigError(f"routing {str(self)!r} is no strategy", fix) from None
         null = self.null
         if isinstance(null, Routing) and (null.rule.fixed or null.null or null.without):
-            raise ConfigError(
-                f"routing {self.strategy!r} with null {str(null)!r}",
-                "the null branch takes full, top-K, threshold(P), sample-K, nucleus(P) or pretrain",
-            )
+            fix = "the null branch takes full, top-K, threshold(P), sample-K, nucleus(P) or pretrain"
+            raise ConfigError(f"routing {self.strategy!r} with null {str(null)!r}", fix)
         if self.without and (self.needs_labels or sorted({*self.without}) != list(self.without)):
-            raise ConfigError(
-                f"routing {self.strategy!r} without {self.without}",
-                "give a strategy that asks the router, and each expert once, in order",
-            )
+            fix = "give a strategy that asks the router, and each expert once, in order"
+            raise ConfigError(f"routing {self.strategy!r} without {self.without}", fix)
         uses = (*self.rule.parameters, *(() if self.rule.fixed else ("every",)))
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
@@ -92,7 +87,7 @@ class Routing(Config):
         out_of_range = (
             (not 1 <= self.k <= LARGEST_K, f"with k = {self.k}", f"give k from 1 to {LARGEST_K}"),
             ("p" in uses and not 0 < (self.p or 0) <= 1, f"with p = {self.p}", "give p above 0, at most 1"),
-            (not 0 < self.temperature < inf, f"at temperature {self.temperature}", "give one above 0"),
+            (not 1e-6 <= self.temperature <= 1e6, f"at temperature {self.temperature}", "give 1e-6 to 1e6"),
             (self.every < 1, f"every {self.every} steps", "give 1 or more"),
         )
         for wrong, value, fix in out_of_range:
@@ -115,7 +110,7 @@ class Routing(Config):
         match = _GRAMMAR.fullmatch(conditional.strip())
         word, dash, args, every, without = match.groups() if match else (None,) * 5
         entries = {name.removesuffix("-k"): name for name, entry in STRATEGIES.items() if entry.forms}
-        if word not in entries:
+        if word not in entries or " null " in null:  # that of a null branch has none of its own
             forms = [*_forms().split(", "), f"once null {PRETRAIN}"]
             names = [form.translate(_NUMBERS) for form in forms]
             raise ConfigError(f"there is no routing {text!r}", nearest(text, names, forms))
