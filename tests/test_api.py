@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
@@ -95,10 +96,8 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
     assert len(pictures) == 2 and pictures[0].size == (16, 16) and [*pictures] == pictures.images
     assert repr(pictures) == "2 pictures of 16x16, 3 steps, guidance 2, seed 0"
     assert repr(model) == "Model(ensemble, condition text, 3 steps, guidance 2, routing once, on cpu)"
-    assert [path.name for path in pictures.save(f"{tmp_path}/p/")] == [
-        "0000-a-red-circle.png",
-        "0001-a-red-circle.png",
-    ]
+    names = [path.name for path in pictures.save(f"{tmp_path}/p/")]
+    assert names == ["0000-a-red-circle.png", "0001-a-red-circle.png"]
     assert pictures.save(tmp_path / "a.png")[0].read_bytes() == pictures._repr_png_()
     opened = Campaign.open(folder)
     assert repr(opened) == f"Campaign(folder {opened.store.location}, condition text, K 2, stage assembled)"
@@ -112,8 +111,10 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
         (lambda: atoll.load("~/bicycles", "monolit"), "did you mean 'monolith'"),
         (lambda: atoll.load(folder, device="cudaa"), "no device 'cudaa' here"),
         (lambda: atoll.create(tmp_path / "none", tmp_path / "d"), "there is no .*none"),
-        (lambda: model([3]), "give texts"),
+        (lambda: model([3]), "3 is no text: give texts"),
+        (lambda: model("\udcff"), "is no text: give texts in UTF-8"),
         (lambda: model(["a"], each=-1), "give 1 or more"),
+        (lambda: model("a", routing=3), "'routing' in the generation"),
         (lambda: model(["a"], routing=lambda logits: logits), "a function of logits and uniforms"),
     ]:
         with pytest.raises(atoll.AtollError, match=words):
@@ -121,7 +122,10 @@ def test_a_function_is_measured_anew_and_wrong_calls_are_one_line(
 
 
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
-    made = atoll.create("s3://bucket/pictures", tmp_path / "d")
-    assert made.config.data.source == "s3://bucket/pictures"
+    numbers = {"partition": {"k": np.int64(3)}, "train": {"lr": np.float32(1)}, "data": {"path": Path("x")}}
+    settings = numbers | {"sampling": {"routing": atoll.Routing.named("top-2 null full")}}
+    config = atoll.create("s3://bucket/pictures", tmp_path / "d", settings).config
+    assert (config.data.source, config.data.path, config.partition.k) == ("s3://bucket/pictures", "x", 3)
+    assert (str(config.sampling.routing), config.train.lr) == ("top-2 null full", 1)
     with pytest.raises(atoll.AtollError, match=r"unknown key 'partition\.kk'.*did you mean 'k'"):
         atoll.create("glyphs", tmp_path / "c", {"partition": {"kk": 2}})

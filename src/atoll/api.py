@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic_core import to_jsonable_python
 
 from atoll.base.device import named_device
 from atoll.base.preemption import Interrupted
@@ -48,6 +49,8 @@ def create(
     # Absolute, as a path in campaign.yaml is relative to the campaign's folder and not to the script's.
     place = source if source == "glyphs" or is_url(source) else local_path(source)
     tree = merged(merged(tree, {"data": {"source": str(place)}}), settings or {})
+    # YAML has no words for paths, routings, numbers of numpy and the like.
+    tree = to_jsonable_python(tree, fallback=lambda value: getattr(value, "tolist", value.__repr__)())
     where = folder if folder is not None else tempfile.mkdtemp(prefix="atoll-")
     campaigns.new(where, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), ())
     return Campaign.open(where)

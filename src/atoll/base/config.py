@@ -118,8 +118,8 @@ def commented(root: type[BaseModel], tree: Mapping[Any, Any], path: tuple[str, .
         if nested:
             yield from commented(root, value, here)
         elif value is None and field is not None:  # what the group would hold
-            groups = [option for option in get_args(field.annotation) if isinstance(option, type(Config))]
-            below = (commented(root, group().model_dump(mode="json"), here) for group in groups)
+            kinds = [k for k in get_args(field.annotation) if isinstance(k, type(Config)) and k is not group]
+            below = (commented(root, kind().model_dump(mode="json"), here) for kind in kinds)
             yield from (f"# {line}" for lines in below for line in lines)
 
 
