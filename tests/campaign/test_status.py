@@ -77,10 +77,8 @@ def test_a_finished_run(copy: Path) -> None:
     assert (sent.data_out, sent.islands) == (data, 2)
     assert (sent.networks_in, sent.networks, sent.between_islands) == (one.published_bytes, 1, 0)
     total = sum(json.loads(p.read_text())["train_flops"] for p in copy.rglob("island.json"))
-    assert status.to_json()["train_flops"] == {
-        "done": pytest.approx(one.train_flops),
-        "all": pytest.approx(total),
-    }
+    counted = status.to_json()["train_flops"]
+    assert counted == {"done": pytest.approx(one.train_flops), "all": pytest.approx(total)}
     (copy / "islands/0/run").rename(copy / "moved")  # an island that came back without its run
     alone = look(copy)["expert 0"]
     assert (alone.state, alone.published_bytes) == ("published", one.published_bytes)
@@ -92,6 +90,14 @@ def test_a_finished_run(copy: Path) -> None:
     entry["path"] = "../../1/data/" + entry["path"]
     path.write_text(json.dumps(manifest))
     assert Observer(Campaign.open(copy)).read().transfer.between_islands == entry["bytes"] > 0
+
+
+def test_endless_numbers_of_an_island_hide_no_run(copy: Path, run: Run) -> None:
+    beat(held(copy), step=10**400)
+    (copy / "islands/1/init").mkdir()
+    (copy / "islands/1/init/init.json").write_text('{"files": [{"bytes": Infinity}]}')
+    said = run("status", copy)
+    assert said.code == 0 and said.out.count("waiting") == 3 and "training" in said.out
 
 
 def test_a_living_run(copy: Path) -> None:

@@ -23,6 +23,7 @@ from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
 from atoll.model.checkpoint import Checkpoint
 from atoll.store.lease import Heartbeat, has_ended, last_sign, read_heartbeat, store_time
 from atoll.store.log import History
+from atoll.store.manifest import FileEntry
 from atoll.store.signatures import UNSIGNED, signer
 
 SCHEMA = 1
@@ -186,9 +187,9 @@ class Observer:
         if run.expert is None or run in self._bytes_out:
             return self._bytes_out.get(run)
         data, initial = stored_bytes(self.campaign.store, run.expert), 0
-        with suppress(StoreError, KeyError, TypeError, ValueError):  # weights that are drawn are not sent
+        with suppress(AtollError, KeyError, TypeError):  # weights that are drawn are not sent
             files = self.campaign.store.get_json(f"{run.folder}/init/init.json")["files"]
-            initial = sum(int(file["bytes"]) for file in files)
+            initial = sum(FileEntry.parse(file, "init.json").bytes for file in files)
         if data is not None:
             self._bytes_out[run] = (data[0] + initial, data[1])
         return self._bytes_out.get(run)

@@ -54,7 +54,7 @@ class Heartbeat(File):
     """Seconds since 1970 by that machine's clock; for people only."""
     phase: str = "starting"
     """`starting`, `training`, `validating`, `saving` or `publishing`."""
-    step: int | None = None
+    step: int | None = Field(default=None, ge=0, le=10**9)
     """Optimizer steps done."""
     steps: int | None = None
     """Steps of the whole run."""

@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any, Literal
 
+from pydantic import Field
+
 from atoll.base.config import Config
 from atoll.base.console import say
 from atoll.base.errors import StoreError
@@ -76,9 +78,9 @@ class Entry(File):
     """acquire: CPU threads of a process."""
     ranks: int | None = None
     """acquire: processes."""
-    step: int = 0
+    step: int = Field(default=0, ge=0, le=10**9)
     """resume: step that it went on from; commit, release, publish: steps done."""
-    lost: int = 0
+    lost: int = Field(default=0, ge=0, le=10**9)
     """resume: steps that the process before had done and not saved."""
     checkpoint: str = ""
     """commit, set_aside: folder of the checkpoint, from `run/`."""
