@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def test_a_stray_quote_in_a_csv_is_an_error_and_swallows_no_rows(folder: Path) -
 
 def test_folder_with_labels_and_no_captions(folder: Path) -> None:
     lines = (folder / "metadata.jsonl").read_text().splitlines()
-    kinds = [3, "4", 5.0, -1, None, "cat"]
+    kinds = [3, "4", 5.0, -1, float("nan"), "1_2"]
     made = []
     for line, kind in zip(lines, kinds, strict=True):
         row = {**json.loads(line), "kind": kind}
@@ -275,14 +276,9 @@ def test_hostile_rows_are_named_not_followed(folder: Path, tmp_path: Path) -> No
     (folder / "metadata.jsonl").write_bytes(b"\n".join(lines))
     good, bad = read(open_source(folder, {"label": "kind"}))
     assert not good
-    reasons = [reject.reason for reject in bad]
-    assert reasons.count("unsafe path") == 4
-    assert reasons.count("missing file") == 4
-    assert reasons.count("unreadable row") == 3
-    assert reasons.count("label is no integer") == 2
-    assert "caption is not text" in reasons
-    assert "empty caption" in reasons
-    assert reasons.count("no caption") == 3
+    expected = {"unsafe path": 4, "missing file": 4, "unreadable row": 3, "label is no integer": 2}
+    expected |= {"caption is not text": 1, "empty caption": 1, "no caption": 3}
+    assert Counter(reject.reason for reject in bad) == expected
 
 
 def test_the_fingerprint_follows_every_change(folder: Path) -> None:

@@ -95,15 +95,16 @@ def to_record(
     """A row of a table as a record, or what is wrong with it; `place_id` is its id, if no column has one."""
     if not isinstance(image, bytes) or not image:
         return Reject(key, "no picture", "the row holds no bytes of a picture")
+    row = {name: value for name, value in row.items() if value == value}  # NaN stands for nothing, as null
     # -1 where there is no label; None where the value is no integer of 32 bits: "4" and 4.0 are labels, and
-    # 4.5 would be cut to one silently.
+    # 4.5 would be cut to one silently, as "1_2" be read as 12.
     value = row.get(options.label) if options.label else None
     label: int | None = -1
     if value is not None and value != "":
         try:
             number = int(value)
-            exact = (not isinstance(value, float) or value == number) and abs(number) < 2**31
-            label = max(number, -1) if exact else None
+            exact = value == number or (isinstance(value, str | bytes) and "_" not in str(value))
+            label = max(number, -1) if exact and abs(number) < 2**31 else None
         except (TypeError, ValueError, OverflowError):
             label = None
     # Without a caption the label stands for it; one that is no integer is rejected below.
