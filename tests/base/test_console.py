@@ -1,5 +1,6 @@
 """Messages are Python logging; only the command line prints them."""
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -33,12 +34,7 @@ def test_a_library_does_not_print(
         for done in (1, 2):
             progress(done)
     levels = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
-    assert levels == [
-        ("INFO", "expert 0"),
-        ("WARNING", "  warning"),
-        ("INFO", "expert 0"),
-        ("INFO", "expert 0"),
-    ]
+    assert levels == [("INFO", "expert 0"), ("WARNING", "  warning"), *[("INFO", "expert 0")] * 2]
     assert capsys.readouterr() == ("", "")
 
 
@@ -50,6 +46,13 @@ def test_the_command_line_prints_each_message_once(
     console.say("100 % done")
     logging.getLogger("atoll.serve").info("GET %s 200", "/version")
     assert capsys.readouterr().out == "100 % done\nGET /version 200\n"
+
+
+def test_a_terminal_may_lack_letters(library: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    console.show_messages()
+    console.say("é – 日本")
+    assert sys.stdout.buffer.getvalue() == "é ? ??\n".encode("latin-1")  # type: ignore[attr-defined]
 
 
 def test_a_notebook_has_a_bar(library: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:

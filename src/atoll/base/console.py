@@ -30,6 +30,8 @@ def show_messages() -> None:
     """Print messages on standard output from now on, as every command does."""
     if not _printed():
         LOG.addHandler(_Console())
+    with suppress(AttributeError):  # a terminal may lack letters of a caption; and there may be none
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     LOG.setLevel(logging.INFO)
     LOG.propagate = False  # a handler of the root logger would show each line again
 
