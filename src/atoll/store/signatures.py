@@ -87,7 +87,7 @@ def check_trusted(store: Store, folder: str, trusted: Collection[str], known: Ma
 
     with TemporaryDirectory() as scratch:
         # Keys first: a mistyped one would look like a folder that somebody else signed.
-        verifiers = [_verifier(text, Path(scratch) / str(number)) for number, text in enumerate(trusted)]
+        verifiers = [_verifier(str(text), Path(scratch) / str(n)) for n, text in enumerate(trusted)]
         if (by := signer(store, folder)) is None:
             raise StoreError(f"{name} is unsigned (no {SIGNATURE})", "ask its maker to sign it")
         (place := Path(scratch) / SIGNATURE).write_bytes(store.get(join(folder, SIGNATURE)))
