@@ -21,9 +21,8 @@ def test_what_is_asked_for_comes_before_what_the_environment_says(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     before = torch.get_num_threads()
     with using_threads(count):
-        assert torch.get_num_threads() == (
-            count or (3 if told == "3,2" else cores() if processes == 1 else 1)
-        )
+        by_default = 3 if told == "3,2" else cores() if processes == 1 else 1
+        assert torch.get_num_threads() == (count or by_default)
     assert torch.get_num_threads() == before
 
 

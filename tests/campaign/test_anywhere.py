@@ -70,9 +70,7 @@ def test_copied_there_and_back_it_goes_on(remote: Store, tmp_path: Path, run: Ru
 
 
 def test_damaged_data_stop_the_training(remote: Store, run: Run) -> None:
-    key = next(
-        key for key in remote.list("islands/0/data/columns/latents") if key.endswith("00000.safetensors")
-    )
+    (key,) = [k for k in remote.list("islands/0/data/columns/latents") if k.endswith("00000.safetensors")]
     whole = remote.get(key)
     for harmed, word in ((whole[:-3], "it is torn"), (whole[:-3] + b"abc", "it is damaged")):
         remote.put(key, harmed)

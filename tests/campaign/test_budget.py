@@ -108,12 +108,10 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
     without = budget([300, 700], budget={"samples": 1_000_000})
     seeded = budget([300, 700], budget={"samples": 1_000_000, "pretrain": 0.3})
     assert PRETRAIN not in without
-    assert (seeded[PRETRAIN].batch, seeded[PRETRAIN].flops) == (
-        seeded[MONOLITH].batch,
-        seeded[MONOLITH].flops,
-    )
-    assert seeded[PRETRAIN].steps == round(0.3 * seeded[MONOLITH].steps)
-    assert (seeded[MONOLITH], seeded[ROUTER]) == (without[MONOLITH], without[ROUTER])
+    pretrain, monolith = seeded[PRETRAIN], seeded[MONOLITH]
+    assert (pretrain.batch, pretrain.flops) == (monolith.batch, monolith.flops)
+    assert pretrain.steps == round(0.3 * monolith.steps)
+    assert (monolith, seeded[ROUTER]) == (without[MONOLITH], without[ROUTER])
     for before, after in zip(experts(without), experts(seeded), strict=True):
         assert after.steps / before.steps == pytest.approx((1 - 0.1 - 0.3) / (1 - 0.1), rel=0.01)
 

@@ -224,9 +224,8 @@ def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
 
 def test_drawing_takes_the_networks_that_stay_and_a_batch_at_guidance() -> None:
     plan = planned([100, 300], student={"stock": False})
-    expert, router, student = (
-        plan.runs[Training(*run)] for run in (("expert", 0), ("router",), ("student",))
-    )
+    trainings = Training("expert", 0), Training("router"), Training("student")
+    expert, router, student = map(plan.runs.__getitem__, trainings)
     weights = 2 * (2 * expert.footprint.parameters + router.footprint.parameters)
     image = max(cost.footprint.drawing for cost in plan.runs.values())
     beside = {"sample": 0, "serve": 0, "compare": 2 * student.footprint.parameters * 2}

@@ -230,9 +230,8 @@ def test_a_long_log_is_not_read_whole(starts: int, tmp_path: Path) -> None:
 
 
 def test_large_numbers_fit_on_the_screen() -> None:
-    run = RunStatus(
-        "expert 63", "expert", 63, "training", "training", step=399_000, steps=1_200_000, batch=256
-    )
+    run = RunStatus("expert 63", "expert", 63, "training", "training", batch=256)
+    run.step, run.steps = 399_000, 1_200_000
     run.loss, run.speed, run.seconds_left = 0.012345, 12345.6, 86400 * 12.3
     run.committed, run.commit_age, run.heartbeat_age = 398_000, 3600 * 7.7, 71.0
     run.host, run.ranks = "a-very-long-name-of-a-node.cluster.example.org", 64

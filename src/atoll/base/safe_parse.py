@@ -88,7 +88,7 @@ def read_bytes(path: Path, most: int = LARGEST) -> bytes:
 def read_text(path: Path, most: int = LARGEST) -> str:
     """A UTF-8 text file in whole; `DataError` where it is none, as `read_bytes`."""
     try:
-        return read_bytes(path, most).decode()
+        return read_bytes(path, most).decode("utf-8-sig")  # editors of Windows begin with a mark
     except UnicodeDecodeError:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
 

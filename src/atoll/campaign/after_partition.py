@@ -27,7 +27,7 @@ from atoll.data.formats import ClusterMap, PartitionFile
 from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import OPTED_OUT, producer_of, write_weights
+from atoll.data.weights import DUPLICATES, OPTED_OUT, out_for_good, producer_of, write_weights
 from atoll.store.store import Absent, Store
 
 COLUMN = "clusters"
@@ -144,20 +144,29 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     dataset, partition = campaign.clustered()
     named = _named(dataset, {line.strip() for line in read_text(path).splitlines()} - {""}, path)
     before, by = dataset.weights, producer_of(dataset) or {"name": "opt-out"}
-    leaving = named[before[named] > 0]
-    unchanged, after = partition.weighs_as(dataset), before.copy()
+    after, counted = before.copy(), before.copy()
     after[named] = 0
-    dataset.weights = after
+    # Rows that another campaign of this data set has taken out count in this one until they leave it, too.
+    if OPTED_OUT in dataset.column_names():
+        shared = named[dataset.column(OPTED_OUT).read(named).numpy() != 0]
+        if DUPLICATES in dataset.column_names():
+            shared = shared[dataset.column(DUPLICATES).read(shared).numpy() == shared]
+        counted[shared] = 1
     # The weights are written last. Where an earlier call with this list was killed right before that, the
-    # partition is already revised, and these weights are what it says.
-    if not (unchanged or partition.weighs_as(dataset)):
+    # partition is already revised, and those of after are what it says.
+    for weights in (before, counted, after):
+        dataset.weights = weights
+        if partition.weighs_as(dataset):
+            break
+    else:
         raise PartitionError(
             f"the weights of {dataset.store.location} are no longer those that the partition was made with",
-            "start a new campaign to draw by these, and leave the rows out before that",
+            "name no rows that left it before, or leave the rows out of a new campaign before its partition",
         )
+    leaving, dataset.weights = named[weights[named] > 0], after
     say(f"{path.name} names {len(named):,} rows, of which {len(named) - len(leaving):,} count 0 already")
     changed: list[int] = np.unique(partition.clusters[leaving]).tolist()
-    if unchanged and changed:
+    if changed:
         revision = partitions.revised(partition, dataset)
         _write_islands(campaign, dataset, revision, changed, retrain)
         store.put_json(PartitionFile.PLACE, revision.about.to_json())
@@ -166,11 +175,9 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         others = ", ".join(str(number) for number in range(revision.k) if number not in changed) or "none"
         say(f"{len(leaving):,} rows have left: islands {written} are written again; unchanged: {others}")
         say(f"  partition {revision.hash[:12]} stays, revision {str(revision.about.revision)[:12]}")
-        say("  the data set still holds the rows, with weight 0: take them from its source, too")
+        say("  the data set holds the rows with weight 0: take them from its source and from other campaigns")
     # Duplicates among them count 0 already, and have to stay out when others are looked for.
-    out = np.isin(np.arange(len(dataset)), named)
-    if OPTED_OUT in dataset.column_names():
-        out |= dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0
+    out = out_for_good(dataset, np.isin(np.arange(len(dataset)), named))
     dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(out).tolist())}, out)
     write_weights(dataset, by, before)
     return changed
@@ -187,10 +194,8 @@ def _named(dataset: DataSet, names: set[str], path: Path) -> I64:
         rows.append(np.flatnonzero(pc.or_kleene(*hits).to_numpy()) + int(dataset.bounds[shard]))
     some = shorten(sorted(idle), 5)
     if len(idle) == len(names):
-        raise DataError(
-            f"no line of {path} names a row" + (f": {some}" if some else ", since it has none"),
-            "give ids, or SHA-256s of source pictures, as `rows/*.parquet` has them",
-        )
+        what = f"no line of {path} names a row" + (f": {some}" if some else ", since it has none")
+        raise DataError(what, "give ids, or SHA-256s of source pictures, as `rows/*.parquet` has them")
     if idle:
         say(f"warning: {len(idle):,} of {len(names):,} lines name no row: {some}")
     return np.concatenate(rows)
@@ -238,6 +243,5 @@ def _write_islands(
             store.put_json(run.plan, plan.model_copy(update={"rows": rows}).to_json())
         if run.expert is not None:
             parts.append(DataSet.open(store, folder))
-    features = features_of(campaign, dataset)
-    overview = cluster_map(dataset, features, after.clusters, after.centroids, after.k)
+    overview = cluster_map(dataset, features_of(campaign, dataset), after.clusters, after.centroids, after.k)
     store.put_json(ClusterMap.PLACE, overview.to_json())

@@ -31,7 +31,7 @@ from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import OPTED_OUT, out_for_good, producer_of, write_weights
+from atoll.data.weights import OPTED_OUT, PLAIN, out_for_good, producer_of, write_weights
 from atoll.networks.families import parameter_count
 from atoll.networks.pipelines import check_data
 from atoll.networks.settings import DataShape
@@ -111,7 +111,7 @@ def partition_of_origin(campaign: Campaign, dataset: DataSet) -> Partition:
         gone = out | out_for_good(dataset)
         by = {"name": "origin", "rows": digest(np.flatnonzero(gone).tolist())}
         dataset.write_values(OPTED_OUT, by, gone)  # a filter or a rebalance must not bring them back either
-        write_weights(dataset, {"name": "origin"}, dataset.weights, out)
+        write_weights(dataset, {"name": "origin"}, dataset.weights)
     return partitions.carried(partition, numbers, dataset, campaign.config.data.weighted)
 
 
@@ -198,7 +198,7 @@ def island_columns(campaign: Campaign, dataset: DataSet) -> list[str]:
         return ["split", *training_columns(config)]
     dataset.column(WEIGHTS)  # without it all rows would count alike
     source, weighed = config.data.source, producer_of(dataset)
-    if isinstance(source, dict) and weighed.get("name") in ("sources", "dedupe"):
+    if isinstance(source, dict) and weighed.get("name") in ("sources", *PLAIN):
         wanted = {name: settings.weight for name, settings in source.items()}
         if weighed.get("weights", dict.fromkeys(source, 1.0)) != wanted:
             what = f"the weights of {location} are others than those of data.source"

@@ -5,7 +5,7 @@ Damage is named, and the rest is still counted or checked.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from posixpath import join
 from typing import Any
@@ -75,8 +75,7 @@ class Contents:
 
     def bytes(self, kind: str) -> int:
         """Of all files of a kind: `rows` or `images`."""
-        entries = (shard.files.get(kind) for shard in self.dataset.shards)
-        return sum(entry.bytes for entry in entries if entry is not None)
+        return sum(shard.files[kind].bytes for shard in self.dataset.shards if kind in shard.files)
 
 
 def contents(store: Store, rows: bool = True) -> Contents:
@@ -125,9 +124,8 @@ def _look_at_column(summary: Contents, name: str) -> None:
     # The producer in words: its name, and what is short of the rest.
     short = {k: v for k, v in meta.producer.items() if isinstance(v, str | int | float | bool) and v != ""}
     producer = str(short.pop("name", name))
-    if short:
-        rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(short.items()))
-        producer = f"{producer} ({rest})"[:160]
+    rest = ", ".join(f"{key} {str(value)[:12]}" for key, value in sorted(short.items()))
+    producer = f"{producer} ({rest})"[:160] if short else producer
     form = f"{meta.dtype} {meta.kind} {'x'.join(map(str, meta.shape)) or 'scalar'}"
     # By path: islands' columns in a union may name one file of extras several times.
     total = sum({entry.path: entry.bytes for entry in entries}.values())
@@ -199,28 +197,18 @@ def lines(summary: Contents) -> list[str]:
     if summary.duplicates:
         rows, most = summary.duplicates
         shown.append(f"  {rows:,} show what another shows; one stands for {most:,}")
-    try:
-        buckets = dataset.buckets
-    except AtollError:
-        buckets = None  # the problems below name the file
-    if buckets is not None:
-        sizes, counts = np.unique(buckets, axis=0, return_counts=True)
-        pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
-        shown += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
+    with suppress(AtollError):  # the problems below name the file
+        if dataset.buckets is not None:
+            sizes, counts = np.unique(dataset.buckets, axis=0, return_counts=True)
+            pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
+            shown += [f"  {count:,} of {width}x{height} px" for (width, height), count in pairs]
     shown += [f"  {count:,} left out: {name} (rejects.jsonl)" for name, count in manifest.rejects.items()]
     if summary.words:
         for name, counter in (("licence", summary.licences), ("source", summary.sources)):
-            most_common = [f"{printable(value)[:80]} {count:,}" for value, count in counter.most_common(12)]
-            more = f" and {len(counter) - 12} more" if len(counter) > 12 else ""
-            shown += [f"  {name}: {', '.join(most_common)}{more}"] if counter else []
-        spans = [
-            f"{name} {min(values):g} to {max(values):g}, median {values.quantile(0.5):g}"
-            for name, values in (
-                ("width", summary.widths),
-                ("height", summary.heights),
-                ("aspect", summary.aspects),
-            )
-        ]
+            values = [f"{printable(value)[:80]} {count:,}" for value, count in counter.most_common()]
+            shown += [f"  {name}: {shorten(values, 12)}"] if counter else []
+        sides = {"width": summary.widths, "height": summary.heights, "aspect": summary.aspects}
+        spans = [f"{of} {min(n):g} to {max(n):g}, median {n.quantile(0.5):g}" for of, n in sides.items()]
         words = summary.words
         shown += [
             f"  source pictures: {'; '.join(spans)}",

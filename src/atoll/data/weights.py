@@ -12,15 +12,18 @@ from atoll.data.dataset import WEIGHTS, DataSet
 
 DUPLICATES, OPTED_OUT = "duplicate_of", "opted_out"
 """Columns that name rows that are out for good, whatever a filter or a rebalance weighs them with."""
+PLAIN = ("dedupe", "opt-out")
+"""Names of weights that are 1 for all rows but those."""
 B1 = NDArray[np.bool_]
 F32 = NDArray[np.float32]
 
 
-def out_for_good(dataset: DataSet) -> B1:
-    """Whether each row is a duplicate, or opted out `(rows,)`."""
-    rows, out = np.arange(len(dataset)), np.zeros(len(dataset), dtype=bool)
+def out_for_good(dataset: DataSet, found: B1 | None = None) -> B1:
+    """Whether each row is a duplicate, or one of `found` in their place, or opted out `(rows,)`."""
+    rows = np.arange(len(dataset))
+    out = np.zeros(len(rows), dtype=bool) if found is None else found.copy()
     # By name: a column that cannot be read now must not bring rows back.
-    if DUPLICATES in dataset.column_names():
+    if found is None and DUPLICATES in dataset.column_names():
         out |= dataset.column(DUPLICATES).read(rows).numpy() != rows
     if OPTED_OUT in dataset.column_names():
         out |= dataset.column(OPTED_OUT).read(rows).numpy() != 0
@@ -36,9 +39,9 @@ def candidates(dataset: DataSet) -> Rows:
     return np.flatnonzero(train & ~out_for_good(dataset)).astype(np.int64)
 
 
-def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, out: B1 | None = None) -> None:
+def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, found: B1 | None = None) -> None:
     """Write what rows count `(rows,)`; rows that are out for good count 0, whatever their value."""
-    out = out_for_good(dataset) if out is None else out
+    out = out_for_good(dataset, found)
     # A column of an equal producer is not written again, so it has to name the rows that are out.
     gone = {"out": digest(np.flatnonzero(out).tolist())} if out.any() else {}
     dataset.write_values(WEIGHTS, {**producer, **gone}, np.where(out, 0, values).astype(np.float32))
@@ -51,21 +54,21 @@ def producer_of(dataset: DataSet) -> dict[str, Any]:
     return {key: value for key, value in dataset.column(WEIGHTS).meta.producer.items() if key != "out"}
 
 
-def weigh_sources(dataset: DataSet, weights: Mapping[str, float], out: B1 | None = None) -> None:
+def weigh_sources(dataset: DataSet, weights: Mapping[str, float], found: B1 | None = None) -> None:
     """Write the weights of several sources' rows, by name, unless a filter or a rebalance wrote others."""
-    if producer_of(dataset).get("name", "sources") not in ("sources", "dedupe"):
+    if producer_of(dataset).get("name", "sources") not in ("sources", *PLAIN):
         return
     names = dataset.table(["source"]).column("source").to_pylist()
     values = np.array([weights[name] for name in names], dtype=np.float32)
-    write_weights(dataset, {"name": "sources", "weights": dict(weights)}, values, out)
+    write_weights(dataset, {"name": "sources", "weights": dict(weights)}, values, found)
 
 
-def leave_duplicates_out(dataset: DataSet, out: B1) -> str | None:
+def leave_duplicates_out(dataset: DataSet, found: B1) -> str | None:
     """Give duplicates the weight 0; the name of the stage whose weights that replaced, if any."""
     by = producer_of(dataset)
     # Not the weights as they are: an earlier search may have found other duplicates, which come back in.
     if by.get("name") == "sources":
-        weigh_sources(dataset, by["weights"], out)
-    elif out.any() or by:
-        write_weights(dataset, {"name": "dedupe"}, np.ones(len(dataset), np.float32), out)
-    return by["name"] if by.get("name", "dedupe") not in ("dedupe", "sources") else None
+        weigh_sources(dataset, by["weights"], found)
+    elif found.any() or by:
+        write_weights(dataset, {"name": "dedupe"}, np.ones(len(dataset), np.float32), found)
+    return by["name"] if by.get("name", "dedupe") not in ("sources", *PLAIN) else None
