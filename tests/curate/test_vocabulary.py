@@ -30,6 +30,8 @@ def hits(concepts: list[str], caption: str, match: str = "phrase") -> list[str]:
         ("Capital Letters", "a capital letter", True),
         ("paint", "an oil painting", False),
         ("café", "cafés and a Café", True),
+        ("café", "a Cafe\u0301", True),
+        ("काल", "लोहे की कील", False),  # letters alike, and not the vowels
         ("eiffel_tower", "the Eiffel Tower.", True),
         ("ель", "ЕЛЬ в лесу", True),
         ("kite (bird of prey)", "a kite in the wind", False),
@@ -88,8 +90,9 @@ def test_nouns_of_captions_in_their_singular_the_commonest_first():
     assert found.concepts == ("dog", "house")
     every = Vocabulary.of_captions(captions, least=1)
     assert {"bird", "house", "dog"} <= set(every.concepts) and not {"and", "with", "77"} & set(every.concepts)
-    with pytest.raises(DataError, match="lower --least"):
-        Vocabulary.of_captions(captions, least=9)
+    for texts in (captions, []):
+        with pytest.raises(DataError, match="lower --least"):
+            Vocabulary.of_captions(texts, least=9)
 
 
 def test_a_noun_of_nearly_all_captions_is_no_concept():

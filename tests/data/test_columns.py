@@ -165,9 +165,8 @@ def test_all_captions_of_a_row_count_and_the_main_one_comes_first(glyphs: DataSe
     entry = write_file(store, "glyphs", "rows/00000.parquet", sink.getvalue())
     shards = [Shard(rows=16, files={**glyphs.shards[0].files, "rows": entry}), *glyphs.shards[1:]]
     dataset = DataSet(store, "glyphs", glyphs.manifest.model_copy(update={"shards": shards}))
-    assert captions_of(dataset, 0) == [[one, f"{one}, again"] for one in first[:14]] + [
-        [one] for one in first[14:]
-    ]
+    both = [[one, f"{one}, again"] for one in first[:14]]
+    assert captions_of(dataset, 0) == both + [[one] for one in first[14:]]
     assert captions_of(dataset, 1) == [[one] for one in dataset.shard_table(1).column("caption").to_pylist()]
 
 

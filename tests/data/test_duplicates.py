@@ -14,7 +14,7 @@ from atoll.campaign.prepare import prepare
 from atoll.data import partition as partitions
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, Duplicates, dedupe, fingerprint
+from atoll.data.duplicates import COLUMN, REASONS, Duplicates, dedupe, fingerprint
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store
@@ -83,12 +83,7 @@ def test_copies_encodings_and_sizes_are_found_and_nothing_else(folder: Path) -> 
         "own-04.png": "large.png",
         "lighter.png": "own-05.png",
     }
-    assert found.counts == {
-        "kept": ORIGINALS + 2,
-        "same file": 1,
-        "nearly the same pixels": 6,
-        "nearly the same features": 0,
-    }
+    assert found.counts == dict(zip(REASONS, (ORIGINALS + 2, 1, 6, 0), strict=True))
     assert dataset.column(COLUMN).read(np.arange(len(dataset))).tolist() == found.kept_row.tolist()
     assert sum(len(dataset.split(name)) for name in ("train", "heldout", "test")) == ORIGINALS + 2
     assert audit(dataset) == []
@@ -115,8 +110,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     assert (dataset.weights == kept).all() and {*sides} == {0, 1, 2}
     assert {name: dataset.split(name).tolist() for name in before} != before
     names = dataset.table(["caption"])["caption"].to_pylist()
-    groups = {found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}
-    assert len(groups) == 1
+    assert len({found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}) == 1
     again = dedupe(dataset, DedupeConfig(), "none")
     assert (again.kept_row == found.kept_row).all()
     assert (dataset.column("split").read(np.arange(len(dataset))).numpy() == sides).all()
@@ -133,11 +127,8 @@ def test_features_join_what_pixels_do_not(folder: Path) -> None:
     values[one], values[two], values[three] = step, step + 0.25 * aside, step + 0.52 * aside
     dataset.write_values(features_column("ours"), {"name": "ours"}, values.half().numpy())
     found = dedupe(dataset, DedupeConfig(cosine=0.95), "ours")
-    assert (
-        found.kept_row[two] == one
-        and found.kept_row[three] == three
-        and found.counts["nearly the same features"] == 1
-    )
+    assert found.kept_row[[two, three]].tolist() == [one, three]
+    assert found.counts["nearly the same features"] == 1
     assert found.groups[one] == found.groups[two] != found.groups[three]
 
 
@@ -148,10 +139,8 @@ def face(mouth: str, colour: str = "#fc2") -> Image.Image:
     draw.ellipse((16, 16, 240, 240), colour, "black", 10)
     for left in (80, 150):
         draw.ellipse((left, 84, left + 26, 116), "black")
-    bounds, angles = {"smile": ((80, 120, 176, 190), (20, 160)), "frown": ((80, 160, 176, 230), (200, 340))}[
-        mouth
-    ]
-    draw.arc(bounds, *angles, "black", 10)
+    mouths = {"smile": ((80, 120, 176, 190), 20, 160), "frown": ((80, 160, 176, 230), 200, 340)}
+    draw.arc(*mouths[mouth], "black", 10)
     return image.resize((64, 64), Image.Resampling.LANCZOS)
 
 

@@ -16,9 +16,8 @@ def rows(source: GlyphSource, start: int = 0, stop: int = 10**6) -> list[Record]
 
 
 def test_captions_name_character_and_face() -> None:
-    source = GlyphSource(
-        GlyphOptions(faces=["DejaVuSerif-Bold", "DejaVuSansMono-Oblique"], characters="basic")
-    )
+    faces = ["DejaVuSerif-Bold", "DejaVuSansMono-Oblique"]
+    source = GlyphSource(GlyphOptions(faces=faces, characters="basic"))
     captions = {row.id: row.caption for row in rows(source)}
     assert captions["003b1-DejaVuSerif-Bold"] == "greek small letter alpha, serif bold"
     assert captions["00037-DejaVuSansMono-Oblique"] == "digit seven, mono oblique"
@@ -27,9 +26,8 @@ def test_captions_name_character_and_face() -> None:
 
 
 def test_tex_faces_are_named_by_their_glyphs_not_by_their_encoding() -> None:
-    captions = {
-        row.caption for row in rows(GlyphSource(GlyphOptions(faces=["cmmi10", "cmr10"], characters="all")))
-    }
+    options = GlyphOptions(faces=["cmmi10", "cmr10"], characters="all")
+    captions = {row.caption for row in rows(GlyphSource(options))}
     assert "greek small letter alpha, computer modern math italic" in captions
     assert "greek capital letter delta, computer modern" in captions
     assert "registered sign, computer modern math italic" not in captions

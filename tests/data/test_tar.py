@@ -39,9 +39,8 @@ def sample(name: str, seed: int = 0, **fields: Any) -> list[Member]:
 
 
 def many(count: int, first: int = 0) -> list[Member]:
-    return [
-        one for n in range(first, first + count) for one in sample(f"{n:05d}", n, kind=n % 3, who=f"g{n}")
-    ]
+    numbers = range(first, first + count)
+    return [one for n in numbers for one in sample(f"{n:05d}", n, kind=n % 3, who=f"g{n}")]
 
 
 def test_samples_are_found_in_any_order(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import math
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
+from functools import cache
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -10,7 +12,6 @@ NONE = "–"
 """What stands where there is no number."""
 _SHORT = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _SMALL_WORDS = (
     "a about above after against along an and any are as at be before behind below between both but "
     "by can could do does down during each either every for from had has have he her hers him his how "
@@ -132,7 +133,16 @@ def parse_size(text: str) -> Size:
     return int(match[1]), int(match[2])
 
 
+@cache
+def word_pattern() -> re.Pattern[str]:
+    """Letters and digits, with their marks: without them Hindi would lose its vowels."""
+    # Signs of less than 0xFE00, since those that follow select how a sign is drawn.
+    marks = "".join(c for c in map(chr, range(0x300, 0xFE00)) if unicodedata.category(c) in ("Mn", "Mc"))
+    letters = f"[^\\W_]+(?:[{marks}]+[^\\W_]*)*"
+    return re.compile(f"{letters}(?:['’]{letters})*")
+
+
 def words_of(text: str) -> list[str]:
     """Words of a text: letters and digits in any script, without case, hyphens or a possessive's end."""
-    words = WORD.findall(text.casefold())
+    words = word_pattern().findall(unicodedata.normalize("NFC", text.casefold()))
     return [word[:-2] if word.endswith(("'s", "’s")) else word for word in words]

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, lru_cache
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -86,13 +87,12 @@ class Vocabulary(File):
             counts.update({noun for word in words_of(caption) for noun in nouns(word)})
         # Ties by name: a set's order of strings changes with each process, and the order gives the numbers.
         frequent = sorted((-count, noun) for noun, count in counts.items() if count >= least)
-        chosen = tuple(noun for count, noun in frequent if -count <= COMMON * len(captions))
+        everywhere = [noun for count, noun in frequent if -count > COMMON * len(captions)]
+        chosen = tuple(noun for _, noun in frequent[len(everywhere) :])
         if not chosen:
-            known = (
-                f"no noun stands in {least} captions" if not frequent else "every noun stands in nearly all"
-            )
-            raise DataError(known, "lower --least, or give --vocabulary FILE")
-        source, everywhere = f"nouns in {least} captions or more", [n for _, n in frequent if n not in chosen]
+            what = "every noun stands in nearly all" if frequent else f"no noun stands in {least} captions"
+            raise DataError(what, "lower --least, or give --vocabulary FILE")
+        source = f"nouns in {least} captions or more"
         if everywhere:
             source += f"; left out, as in over {COMMON:.0%} of captions: {', '.join(everywhere)}"
         return cls(concepts=chosen, match=match, source=source)
@@ -103,7 +103,7 @@ class Vocabulary(File):
     @property
     def hash(self) -> str:
         """Digest of everything that hits depend on."""
-        return digest({"concepts": list(self.concepts), "match": self.match, "words": 1})
+        return digest({"concepts": list(self.concepts), "match": self.match, "words": 2})
 
     @cached_property
     def units(self) -> list[tuple[frozenset[str], ...]]:
@@ -136,14 +136,13 @@ class Vocabulary(File):
         return known | {" ".join(words_of(concept)): n for n, concept in enumerate(self.concepts)}
 
 
-def lemminflect() -> Any:
-    """The package of the lemmas; `ConfigError` without it."""
+def package(name: str) -> Any:
+    """A package of the extra `concepts`; `ConfigError` without it."""
     try:
-        import lemminflect as package  # type: ignore[import-untyped]
+        return import_module(name)
     except ImportError:
         fix = "install the extra: pip install -e '.[concepts]' in the checkout"
-        raise ConfigError("concepts need the package lemminflect", fix) from None
-    return package
+        raise ConfigError(f"concepts need the package {name}", fix) from None
 
 
 @lru_cache(maxsize=1 << 18)
@@ -151,7 +150,7 @@ def lemmas(word: str) -> tuple[str, ...]:
     """Singulars that a noun may be a form of; itself where the dictionary of English says nothing."""
     if not (word.isascii() and word.isalpha()):  # the package would cut it at an accent
         return (word,)
-    return tuple(lemma for lemma in lemminflect().getLemma(word, upos="NOUN") if lemma) or (word,)
+    return tuple(lemma for lemma in package("lemminflect").getLemma(word, upos="NOUN") if lemma) or (word,)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -160,7 +159,7 @@ def nouns(word: str) -> tuple[str, ...]:
     if word.isdigit() or len(word) == 1 or word in NO_NOUNS:
         return ()
     if word.isascii() and word.isalpha():
-        known = lemminflect().getAllLemmas(word)
+        known = package("lemminflect").getAllLemmas(word)
         if known and not {"NOUN", "PROPN"} & known.keys():
             return ()
     return (word,) if word in lemmas(word) else lemmas(word)
@@ -169,7 +168,7 @@ def nouns(word: str) -> tuple[str, ...]:
 def forms(word: str) -> frozenset[str]:
     """Singular and plural of a noun, of every noun that it may be."""
     ascii_lemmas = [lemma for lemma in lemmas(word) if lemma.isascii() and lemma.isalpha()]
-    plurals = (lemminflect().getInflection(lemma, tag="NNS") for lemma in ascii_lemmas)
+    plurals = (package("lemminflect").getInflection(lemma, tag="NNS") for lemma in ascii_lemmas)
     return frozenset({word, *lemmas(word)}.union(*plurals))
 
 
@@ -183,16 +182,11 @@ class Finder:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        try:
-            from ahocorasick import Automaton  # type: ignore[import-not-found]
-        except ImportError:
-            fix = "install the extra: pip install -e '.[concepts]' in the checkout"
-            raise ConfigError("concepts need the package pyahocorasick", fix) from None
         numbers_of: dict[str, list[int]] = defaultdict(list)
         for number, units in enumerate(vocabulary.units):
             for text in sorted(set().union(*units)):
                 numbers_of[text].append(number)
-        self._automaton: Any = Automaton()
+        self._automaton = package("ahocorasick").Automaton()
         # Between spaces, so that nothing is found within a word.
         for text, numbers in numbers_of.items():
             self._automaton.add_word(f" {text} ", tuple(numbers))
@@ -319,13 +313,13 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
     """
     data, formats = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
     try:
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             # Names of digits, such as 000000012, are names.
             names = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
             table = csv.read_csv(
                 pa.BufferReader(data), convert_options=csv.ConvertOptions(column_types=names)
             )
-        elif path.suffix in (".json", ".jsonl"):
+        elif path.suffix.lower() in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
             rows = [read_json(line) for line in data.splitlines() if line.strip()]
             every = dict.fromkeys(name for row in rows for name in row)
@@ -446,7 +440,8 @@ def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[Tagger, H
     scale = float(network.logit_scale.exp())
 
     def hits(shard: int) -> list[dict[int, float]]:
-        pictures = torch.nn.functional.normalize(encoder.encode(list(dataset.iter_images(shard))), dim=1)
+        small = list(dataset.iter_images(shard, encoder.sized))
+        pictures = torch.nn.functional.normalize(encoder.encode(small), dim=1)
         cosines = pictures @ texts.T
         likely = (scale * (cosines[:, 1:] - cosines[:, :1])).sigmoid()
         return [{int(n): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
