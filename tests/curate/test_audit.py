@@ -202,13 +202,8 @@ def test_bad_input_is_one_line(campaign: Path, run: Run):
         (["add", campaign / "campaign.yaml"], "campaign.yaml"),
     ):
         refused(run("concepts", *argv), *words)
-    for content, *words in (
-        (bytes(range(256)), "no UTF-8 text"),
-        (b"\n \n", "holds no concepts"),
-        (b"dog\nDog\n", "line 2", "again"),
-    ):
-        (campaign / "wrong.txt").write_bytes(content)
-        refused(run("concepts", "index", campaign, "--vocabulary", campaign / "wrong.txt"), *words)
+    (campaign / "wrong.txt").write_bytes(bytes(range(256)))
+    refused(run("concepts", "index", campaign, "--vocabulary", campaign / "wrong.txt"), "no UTF-8 text")
 
 
 def test_tags_that_are_none(campaign: Path, run: Run):

@@ -80,16 +80,15 @@ def test_what_is_kept_is_told_and_drawn(campaign: Path, run: Run):
 
 def test_protected_concepts_are_whole(campaign: Path, run: Run):
     (campaign / "tail.txt").write_text("Greeks\n\ndigits\n")
-    argv = ["data", "filter", campaign, "--keep", "score > 0.9"]
-    assert run(*argv, "--protect", campaign / "tail.txt").code == 0
+    protect = "--protect", campaign / "tail.txt"
+    assert run("data", "filter", campaign, "--keep", "score > 0.9", *protect).code == 0
     opened = Campaign.open(campaign)
     dataset, train = opened.dataset(), candidates(opened.dataset())
     finder = Finder(Vocabulary.read(opened.store, Vocabulary.PLACE))
     texts = dataset.table(["caption"])["caption"].to_pylist()
-    scores = dataset.column(COLUMN).read(train)[:, 0].numpy()
     safe = np.array([bool({2, 3} & set(finder(texts[row]))) for row in train])
-    assert safe.any()
-    assert (dataset.weights[train] == (safe | (scores > 0.9))).all()
+    scores = dataset.column(COLUMN).read(train)[:, 0].numpy()
+    assert safe.any() and (dataset.weights[train] == (safe | (scores > 0.9))).all()
 
 
 def test_other_scores_give_other_weights(campaign: Path, run: Run):
@@ -113,6 +112,12 @@ def test_weights_are_multiplied_if_so_asked(campaign: Path, run: Run):
     after, train = dataset.weights, candidates(dataset)
     assert set(np.unique(after[train] / before[train])) == {0.0, 1.0}
     assert len(np.unique(before)) > 2
+    # What is out stays out, and counts neither as kept nor for a quantile.
+    again = run("data", "filter", campaign, "--keep", "score >= q0.5", "--times").out
+    assert again.startswith("all: 19 of 38 rows kept (50.0%)")
+    assert len((campaign / "reports" / "kept.txt").read_text().split()) == 19
+    told = run("concepts", "rebalance", campaign, "--t", "5", "--dry-run").out
+    assert "the weights by filter are replaced: rebalance first" in told
 
 
 def test_what_cannot_be_is_refused(campaign: Path, run: Run):
@@ -137,6 +142,7 @@ def test_scores_that_do_not_fit_are_refused(campaign: Path, run: Run):
     table = pq.read_table(campaign / "scores.parquet")
     for wrong, words in (
         (table.slice(3), "lacks 3 of"),
+        (pa.concat_tables([table, table.slice(3)]), f"scores {len(table) - 3} rows again"),
         (table.set_column(1, "MetaVoter", pa.array([7.5] * len(table))), "is 7.5"),
         (table.set_column(1, "MetaVoter", pa.array([float("nan")] * len(table))), "is nan"),
         (table.select(["id"]), "columns of scores"),
@@ -144,6 +150,9 @@ def test_scores_that_do_not_fit_are_refused(campaign: Path, run: Run):
     ):
         pq.write_table(wrong, campaign / "wrong.parquet")
         refused(run("aesthetics", "score", campaign, "--from", campaign / "wrong.parquet"), words)
+    pq.write_table(table.rename_columns(["id", "score", "Looks"]), campaign / "own.parquet")
+    run("aesthetics", "score", campaign, "--from", campaign / "own.parquet")
+    assert run("data", "filter", campaign, "--keep", "score >= q0.5").code == 0
 
 
 def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, run: Run):
@@ -152,13 +161,12 @@ def test_rows_are_kept_by_a_text_of_theirs(campaign: Path, run: Run):
     groups = dataset.table(["group"])["group"].to_pylist()
     train = dataset.split("train")
     one, other = sorted({groups[row] for row in train})[:2]
-    chosen = [groups[row] in (one, other) for row in train]
+    chosen = np.array([groups[row] in (one, other) for row in train])
     argv = ["data", "filter", campaign, "--keep"]
-    assert run(*argv, f"group in ({one}, {other})").code == 0
-    assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == chosen
-    assert run(*argv, f"group not in ({one},{other})", "--keep", "width >= 1").code == 0
-    assert Campaign.open(campaign).dataset().weights[train].astype(bool).tolist() == [not c for c in chosen]
+    for text, kept in ((f"in ({one}, {other})", chosen), (f"not in ({one},{other})", ~chosen)):
+        assert run(*argv, f"group {text}", "--keep", "width >= 1").code == 0
+        assert (Campaign.open(campaign).dataset().weights[train] == kept).all()
     refused(run(*argv, f"group in ({one}, nothing)"), "no row has the group 'nothing'")
     refused(run(*argv, "licence in (MIT)"), "rows have no 'licence'", "they have id, caption")
-    refused(run(*argv, "group in ()"), "is no condition")
-    refused(run(*argv, f"group in ({one}) extra"), "is no condition")
+    for text in ("group in ()", f"group in ({one}) extra"):
+        refused(run(*argv, text), "is no condition")

@@ -70,6 +70,9 @@ def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, run: 
     refused(run("concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
     refused(run("concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
     refused(run("concepts", "rebalance", campaign), "--t or --target-size")
+    (campaign / "none.txt").write_text("unicorn")
+    run("concepts", "index", campaign, "--vocabulary", campaign / "none.txt")
+    refused(run("concepts", "rebalance", campaign, "--t", "5", "--other", "0"), "would have any weight")
 
 
 @pytest.fixture
@@ -102,12 +105,10 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
 
 
 def test_parts_of_other_weights_make_no_ensemble(campaign: Path, weighted: Path, run: Run):
-    for folder, runs in (
-        (weighted, [("expert", 0), ("expert", 1), ("router", None)]),
-        (campaign, [("expert", 1)]),
-    ):
-        for role, number in runs:
-            train_run(Campaign.open(folder), role, number)
+    for number in (0, 1):
+        train_run(Campaign.open(weighted), "expert", number)
+    train_run(Campaign.open(weighted), "router")
+    train_run(Campaign.open(campaign), "expert", 1)
     assert run("assemble", weighted).code == 0
     card = run("export", weighted, "--to", weighted.parent / "out")
     assert card.code == 0 and '"name": "rebalance"' in (weighted.parent / "out" / "README.md").read_text()

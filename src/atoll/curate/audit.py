@@ -213,17 +213,16 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     """Fix the campaign's vocabulary and find its concepts in every caption."""
     dataset = campaign.dataset()
     if path is None:
-        captions = dataset.take(dataset.split("train"))["caption"].to_pylist()
-        vocabulary = Vocabulary.of_captions(captions, least, match)
+        captions = dataset.table(["caption"])["caption"].to_pylist()
+        train = [captions[row] for row in dataset.split("train")]
+        vocabulary = Vocabulary.of_captions(train, least, match)
     else:
         vocabulary = Vocabulary.of_lines(read_text(path).splitlines(), path.name, match)
     column = concepts.index(dataset, vocabulary)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
     say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
-    say(
-        f"  at most {column.meta.max_length} in a caption"
-        + "; --vocabulary FILE names others" * (path is None)
-    )
+    others = "; --vocabulary FILE names others" if path is None else ""
+    say(f"  at most {column.meta.max_length} in a caption{others}")
     return vocabulary
 
 

@@ -86,9 +86,10 @@ def fit(counts: ArrayLike, performance: ArrayLike, draws: int = 1000, seed: int 
         # The slope of least squares is r times the ratio of deviations; ln 10 turns it into one per tenfold.
         return [math.log(10) * pearson * of.std(1) / own.std(1), pearson, ranks]
 
-    samples = np.random.default_rng(seed).integers(0, len(x), (draws, len(x)))
+    random = np.random.default_rng(seed)
     # At once for as many resamples as fit into memory: one by one, scipy's calls cost more than the sums.
-    parts = np.array_split(samples, 1 + samples.size // RESAMPLED)
+    counted = map(len, np.array_split(np.arange(draws), 1 + draws * len(x) // RESAMPLED))
+    parts = (random.integers(0, len(x), (count, len(x))) for count in counted)
     # A resample of one concept many times has neither slope nor correlation: it says nothing about either.
     usable = (p[(np.ptp(logs[p], axis=1) > 0) & (np.ptp(y[p], axis=1) > 0)] for p in parts)
     drawn = np.concatenate([np.empty((3, 0)), *(statistics(part) for part in usable if len(part))], axis=1)
@@ -146,14 +147,14 @@ def fit_stage(
         if named is not None and named not in there:
             raise DataError(f"{path} has no numbers {named!r}", nearest(named, there))
         if named is None and len(there) != 1:
-            raise DataError(f"{path} has {len(there)} columns of numbers", f"name one of {', '.join(there)}")
+            fix = f"name one of {', '.join(there)}" if there else "write 1000, and not 1,000 or '1000'"
+            raise DataError(f"{path} has {len(there)} columns of numbers", fix)
         numbers.append(named or there[0])
 
     # Joined by concept, and by the columns of words that both have.
     shared = [name for name in tables[0].column_names if name in tables[1].column_names]
-    kinds = {name: tables[0].schema.field(name).type for name in shared}
-    kinds = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
-    words = [name for name, kind in kinds.items() if pa.types.is_string(kind)]
+    # Also large strings, and dictionaries of either, by the names of their types.
+    words = [name for name in shared if "string" in str(tables[0].schema.field(name).type)]
     keys = ["concept", *(name for name in words if name != "concept" and name not in fixed)]
     x, y = (_values(table, keys, number) for table, number in zip(tables, numbers, strict=True))
     both = [key for key in y if key in x]

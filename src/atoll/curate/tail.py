@@ -63,13 +63,10 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
     if counts.vocabulary != vocabulary_of(campaign).hash:
         raise DataError("the vocabulary has changed since the audit", "run 'atoll concepts audit' again")
     if len(rising) < 4 * n:
-        what = (
-            f"{many(len(rising), 'concept')} in {least} training rows or more, and {n} rare ones take {4 * n}"
-        )
+        there, most = many(len(rising), "concept"), len(rising) // 4
+        what = f"{there} in {least} training rows or more, and {n} rare ones take {4 * n}"
         more = "index more concepts (atoll concepts index --least 1, then audit)"
-        raise DataError(
-            what, f"lower --least, or {f'--n to {most}' if (most := len(rising) // 4) > 1 else more}"
-        )
+        raise DataError(what, f"lower --least, or {f'--n to {most}' if most > 1 else more}")
     rare, free = rising[:n], rising[-max(2 * n, len(rising) // 10) :]
     pairs = []
     for number in rare:
@@ -222,7 +219,7 @@ def evaluate_stage(
         settings = model.generation.with_(**(generation or {}), routing=routing or None)
         if model.card.condition != "text":
             raise ConfigError(f"{name} is not conditioned on text", "concepts are asked for by prompts")
-        texts = [t.format(counts.concepts[number]) for number in concepts for t in prompts.templates]
+        texts = [t.replace("{}", counts.concepts[number]) for number in concepts for t in prompts.templates]
         of_text = np.repeat(np.arange(len(concepts)), len(prompts.templates) * each)
         progress, done = Progress(f"pictures of {name}", len(of_text), unit="pictures"), 0
         for drawn in model.generate(model.conditions(texts, each=each), settings):

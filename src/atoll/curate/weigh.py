@@ -23,11 +23,11 @@ from atoll.base.safe_parse import read_text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import COLUMN as SCORES
-from atoll.curate.aesthetics.stages import MEAN, scores_of
+from atoll.curate.aesthetics.stages import scores_of
 from atoll.curate.audit import caption_hits, chunks, hits_of, vocabulary_of
 from atoll.curate.concepts import IMAGE, TEXT, Vocabulary
 from atoll.data.dataset import WEIGHTS, DataSet
-from atoll.data.weights import candidates, producer_of, write_weights
+from atoll.data.weights import PLAIN, candidates, producer_of, write_weights
 
 B1 = NDArray[np.bool_]
 I64 = NDArray[np.int64]
@@ -69,7 +69,7 @@ def parse(text: str) -> Condition:
         elif not dataset.has_column(SCORES):
             raise DataError(f"{dataset.store.location} has no scores", "run 'atoll aesthetics score' first")
         else:
-            values = scores_of(dataset, MEAN if name == "score" else name, sensitive)
+            values = scores_of(dataset, name, sensitive)
         fulfilled = np.zeros(len(values), dtype=bool)
         for rows in groups:
             bound = np.quantile(values[rows], value) if quantile and len(rows) else value
@@ -112,6 +112,9 @@ def filter_stage(
     """
     dataset, conditions = campaign.dataset(), [parse(text) for text in keep]
     train = candidates(dataset)
+    if times:
+        dataset.column(WEIGHTS)  # there must be some
+        train = train[dataset.weights[train] > 0]  # what is out stays out
     partition = campaign.clustered()[1] if campaign.is_partitioned or per_cluster else None
     homes = [train]
     if partition:
@@ -130,8 +133,9 @@ def filter_stage(
         if unknown or not named:
             wrong = f"{unknown[0]!r} is no concept of the vocabulary" if unknown else "it is empty"
             raise DataError(f"{protect}: {wrong}", "give concepts that 'atoll concepts index' was given")
-        for rows in chunks(train):
-            chosen[rows] |= _hits(dataset, vocabulary, rows)[:, numbers].any(1)
+        for part in chunks(train):
+            rows, concepts = _hits(dataset, vocabulary, part)
+            chosen[rows[np.isin(concepts, numbers)]] = True
     if not chosen.any():
         raise ConfigError(f"{' and '.join(keep)} keeps no row", "ask for less")
 
@@ -141,10 +145,10 @@ def filter_stage(
         kept += [(f"cluster {n}", len(rows), int(chosen[rows].sum())) for n, rows in enumerate(homes)]
     if vocabulary is not None and hits_of(dataset, TEXT, vocabulary) is not None:
         before, after = np.zeros((2, len(vocabulary)), dtype=np.int64)
-        for rows in chunks(train):
-            hits = _hits(dataset, vocabulary, rows)
-            before += hits.sum(0)
-            after += hits[chosen[rows]].sum(0)
+        for part in chunks(train):
+            rows, concepts = _hits(dataset, vocabulary, part)
+            before += np.bincount(concepts, minlength=len(vocabulary))
+            after += np.bincount(concepts[chosen[rows]], minlength=len(vocabulary))
         # The lower end of a 95 % interval of the loss (of a share, at its widest): a concept with two rows
         # that loses one says less than one with 200 that loses 90.
         lost = (before - after) / np.maximum(before, 1) - 1.96 * np.sqrt(0.25 / np.maximum(before, 1))
@@ -153,18 +157,14 @@ def filter_stage(
     table: list[list[Any]] = [[of, size, left, f"{left / max(1, size):.1%}"] for of, size, left in kept]
     for name, size, left, share in table:
         say(f"{name}: {left:,} of {size:,} rows kept ({share})")
-    if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", "dedupe"):
+    if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", *PLAIN):
         say(f"warning: the weights by {before_it} are replaced: --times multiplies them instead")
     if dry_run:
         return chosen
 
-    if times:
-        dataset.column(WEIGHTS)  # there must be some
-    weights = dataset.weights if times else np.ones(len(dataset), dtype=np.float32)
+    weights = dataset.weights.copy() if times else np.ones(len(dataset), dtype=np.float32)
     # Held-out rows keep their weight: what measures must not change with what is trained on.
-    heldout = np.ones(len(dataset), dtype=bool)
-    heldout[train] = False
-    weights = weights * (chosen | heldout)
+    weights[train] *= chosen[train]
     producer = {"name": "filter", "keep": [*keep], "per_cluster": per_cluster, "protect": bool(protect)}
     # The values too, since scores and concepts may be others under the same conditions.
     write_weights(dataset, {**producer, "times": times, "values": sha256(weights.tobytes())}, weights)
@@ -179,14 +179,13 @@ def filter_stage(
     return chosen
 
 
-def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> B1:
-    """Whether rows have concepts, in caption or picture `(R, C)`."""
-    hits = np.zeros((len(rows), len(vocabulary)), dtype=bool)
-    for column in (caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)):
-        if column is not None:
-            values, mask = column.read_ragged(rows)
-            hits[np.repeat(np.arange(len(rows)), mask.sum(1).numpy()), values[mask].numpy()] = True
-    return hits
+def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> tuple[I64, I64]:
+    """Rows and their concepts, in caption or picture, each pair once."""
+    # Not a table of rows by concepts: with the nouns of a large data set it has more bytes than memory.
+    columns = caption_hits(dataset, vocabulary), hits_of(dataset, IMAGE, vocabulary)
+    read = [column.read_ragged(rows, packed=True) for column in columns if column is not None]
+    pairs = [np.repeat(rows, mask.sum(1)) * len(vocabulary) + values.numpy() for values, mask in read]
+    return np.divmod(np.unique(np.concatenate(pairs)), len(vocabulary))
 
 
 F32 = NDArray[np.float32]
@@ -240,13 +239,17 @@ def rebalance_stage(
             middle = float(np.sqrt(t * high))
             t, high = (middle, high) if weights_at(middle)[train].sum() <= target else (t, middle)
     weights = weights_at(t)
+    if not weights[train].any():
+        raise ConfigError("no training row would have any weight", "give --other above 0, or more concepts")
     drawn, full = float(weights[train].sum()), int((weights[train] >= 1).sum())
     share = f"{drawn / len(train):.1%}; {full:,} of them every time"
     say(f"t = {t:,.4g}: an epoch has {drawn:,.0f} of {len(train):,} training rows ({share})")
     if partition is not None:
-        by_cluster = np.bincount(clusters[train], weights[train], partition.k)
-        for number, (rows, size) in enumerate(zip(by_cluster, partition.sizes, strict=True)):
-            say(f"  expert {number}: {rows:,.0f} of {size:,} rows ({rows / size:.1%})")
+        sizes, by_cluster = (np.bincount(clusters[train], by, partition.k) for by in (None, weights[train]))
+        for number, (rows, size) in enumerate(zip(by_cluster, sizes, strict=True)):
+            say(f"  expert {number}: {rows:,.0f} of {size:,} rows ({rows / max(1, size):.1%})")
+    if (by := producer_of(dataset).get("name", "rebalance")) not in ("rebalance", *PLAIN):
+        say(f"warning: the weights by {by} are replaced: rebalance first, then filter with --times")
     if dry_run:
         return None
     # Held-out rows are not drawn; a weight of 0 would take them out of what measures.

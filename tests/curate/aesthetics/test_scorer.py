@@ -1,6 +1,7 @@
 """Scorers: what the heads see, what they learn, and that a saved one scores as it did."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.curate.aesthetics.readers import LanguageReader
 from atoll.curate.aesthetics.scale import Labels, Scale, read_labels
 from atoll.curate.aesthetics.scorer import HEADS, ExpertHead, Scorer, Training, default_training, split
-from atoll.curate.aesthetics.stages import agreement
+from atoll.curate.aesthetics.stages import agreement, score_folder
 from helpers import Run, refused
 from helpers_vlm import save_llava
 
@@ -105,9 +106,8 @@ def test_the_language_models_score_is_that_of_its_level():
     for level, worth in enumerate(SCALE.worth):
         with torch.no_grad():
             scorer.reader.answer.weight.zero_()
-            scorer.reader.answer.bias.copy_(
-                torch.nn.functional.one_hot(torch.tensor([level] * 3), 5).flatten() * 99.0
-            )
+            right = torch.nn.functional.one_hot(torch.tensor([level] * 3), 5)
+            scorer.reader.answer.bias.copy_(right.flatten() * 99.0)
         said = scorer.scores([Image.new("RGB", (32, 32))])[0, 0]
         assert float(said) == pytest.approx(float(worth), abs=1e-6)
 
@@ -127,6 +127,10 @@ def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels:
     assert torch.equal(again.scores(seen), scores)
     assert file.scale == SCALE and file.training["epochs"] == 40
     assert torch.allclose(scorer.scores(seen[:1]), scores[:1], atol=1e-5)
+    (tmp_path / "p").mkdir()
+    seen[0].save(tmp_path / "p" / os.fsdecode(b"\xff.png"))
+    score_folder(again, tmp_path / "p", tmp_path / "scores")
+    assert pq.read_table(tmp_path / "scores")["image"].to_pylist() == ["\\udcff.png"]
 
 
 def test_a_head_that_no_label_trained_is_named(tmp_path: Path, run: Run):
@@ -173,9 +177,8 @@ def test_agreement_is_that_of_scipy():
     right = random.uniform(0, 1, 200)
     scores = np.clip(right + random.normal(0, 0.2, 200), 0, 1)
     found = agreement(scores, right)
-    assert found["PLCC"] == stats.pearsonr(scores, right).statistic
-    assert found["SRCC"] == stats.spearmanr(scores, right).statistic
-    assert found["KRCC"] == stats.kendalltau(scores, right).statistic
+    for name, of in {"PLCC": stats.pearsonr, "SRCC": stats.spearmanr, "KRCC": stats.kendalltau}.items():
+        assert found[name] == of(scores, right).statistic
     assert found["published MSE"] == pytest.approx(np.sqrt(((scores - right) ** 2).mean() + 1e-8))
     assert found["published MAE"] == pytest.approx(np.sqrt(np.abs(scores - right).mean() + 1e-8))
     assert np.isnan(agreement(np.full(9, 0.5), right[:9])["SRCC"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from atoll.curate.concepts import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import SUFFIXES, open_picture
+from atoll.data.formats import clean
 from atoll.data.job import ColumnJob
 from atoll.store.store import Store
 
@@ -58,9 +60,8 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None 
     dataset, names = campaign.dataset(), [*scorer.columns]
 
     def compute(shard: int) -> dict[str, Tensor]:
-        pictures = list(dataset.iter_images(shard))
-        parts = [scorer.scores(pictures[i : i + BATCH]) for i in range(0, len(pictures), BATCH)]
-        return {"values": torch.cat(parts) if parts else torch.empty(0, len(names))}
+        pictures = dataset.iter_images(shard)  # a few at a time: whole shards of large ones fill the memory
+        return {"values": torch.cat([*map(scorer.scores, iter(lambda: [*islice(pictures, BATCH)], []))])}
 
     producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
     producer["sensitive"] = [d.name for d in file.scale.dimensions if d.sensitive]
@@ -81,6 +82,8 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
     if not names:
         raise DataError(f"{path} has no columns of scores", "give one or more of numbers")
     row_of = {str(id_): row for row, id_ in enumerate(table["id"].to_pylist())}
+    if again := len(table) - len(row_of):
+        raise DataError(f"{path} scores {again:,} rows again", "give one score of each name for an id")
     if missing := [id_ for id_ in dataset.ids if id_ not in row_of]:
         what = f"{path} lacks {len(missing):,} of {len(dataset):,} rows, {missing[0]!r} first"
         raise DataError(what, "give the scores of this data set")
@@ -108,7 +111,7 @@ def _reported(campaign: Campaign, column: Column) -> Column:
         parts += [(f"cluster {k}", values[partition.clusters == k]) for k in range(partition.k)]
     names = column.meta.producer["scores"]
     # The one that a filter goes by comes first: what is said of a cluster is its first column of numbers.
-    shown = names.index(MEAN) if MEAN in names else 0
+    shown = next((names.index(name) for name in ("score", MEAN) if name in names), 0)
     order = [shown, *(n for n in range(len(names)) if n != shown)]
     rows: list[list[Any]] = [
         [name, *(round(float(of[:, n].mean()), 4) for n in order)] for name, of in parts if len(of)
@@ -129,6 +132,7 @@ def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[A
     """One score of all rows `(rows,)`; `ConfigError` for an unknown, or an unasked sensitive one."""
     column = dataset.column(COLUMN)
     names = column.meta.producer.get("scores", [])
+    name = MEAN if name == "score" and name not in names else name
     if name not in names:
         raise ConfigError(f"there is no score {name!r}", f"use one of {', '.join(names)}")
     if name in column.meta.producer.get("sensitive", []) and not sensitive:
@@ -151,7 +155,8 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
         progress(min(first + BATCH, len(paths)))
     values = torch.cat(parts).numpy()
     columns = {name: values[:, number] for number, name in enumerate(scorer.columns)}
-    pq.write_table(pa.table({"image": [str(path.relative_to(folder)) for path in paths], **columns}), out)
+    images = [clean(str(path.relative_to(folder))) for path in paths]
+    pq.write_table(pa.table({"image": images, **columns}), out)
     say(f"{len(paths):,} pictures: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}")
 
 
