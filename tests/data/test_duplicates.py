@@ -105,7 +105,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     dataset = dataset_of(folder, group="who", test=0.2)
     before = {name: dataset.split(name).tolist() for name in ("train", "heldout", "test")}
     found = dedupe(dataset, DedupeConfig(), "none")
-    sides = dataset.column("split").read(np.arange(len(dataset))).numpy()
+    sides = dataset.sides
     kept = found.kept_row == np.arange(len(dataset))
     assert (dataset.weights == kept).all() and {*sides} == {0, 1, 2}
     assert {name: dataset.split(name).tolist() for name in before} != before
@@ -113,7 +113,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     assert len({found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}) == 1
     again = dedupe(dataset, DedupeConfig(), "none")
     assert (again.kept_row == found.kept_row).all()
-    assert (dataset.column("split").read(np.arange(len(dataset))).numpy() == sides).all()
+    assert (dataset.sides == sides).all()
 
 
 def test_features_join_what_pixels_do_not(folder: Path) -> None:

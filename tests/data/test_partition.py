@@ -107,10 +107,8 @@ def test_it_comes_back_from_disk(dataset: DataSet, store: Store) -> None:
     assert np.array_equal(back.clusters, made.clusters) and np.array_equal(back.centroids, made.centroids)
     assert back.about == made.about and back.k == 3
     assert store.list("partition/sheets") == [f"partition/sheets/{k}.png" for k in range(3)]
-    store.put_json(
-        "partition/partition.json",
-        {**store.get_json("partition/partition.json"), "format": "atoll/partition 5"},
-    )
+    key = "partition/partition.json"
+    store.put_json(key, {**store.get_json(key), "format": "atoll/partition 5"})
     with pytest.raises(PartitionError, match="is of atoll/partition 5, this Atoll reads atoll/partition 1"):
         partitions.load(store)
 
@@ -223,8 +221,7 @@ def test_rows_of_one_value_stay_together(dataset: DataSet) -> None:
 
 
 def test_clusters_without_held_out_rows_are_told(dataset: DataSet) -> None:
-    split = dataset.column("split").read(np.arange(ROWS)).numpy()
-    owners = np.where((split == 0) & (np.arange(ROWS) % 3 == 0), 1, 0)
+    owners = np.where((dataset.sides == 0) & (np.arange(ROWS) % 3 == 0), 1, 0)
     numbers(dataset, owners)
     made = make(dataset, None, by("owner", 2), 0)
     assert made.about.heldout[1] == 0 and "without a validation loss: 1" in made.about.warnings[0]
@@ -246,7 +243,6 @@ def test_as_many_values_as_clusters_are_their_numbers(dataset: DataSet) -> None:
         (by("ovner", 3), "has no column 'ovner'.*owner"),
         (by("features", 3), "holds no whole number for each row"),
         (PartitionConfig(method="label", k=9), "label has 8 values among the training rows for K = 9"),
-        (PartitionConfig(method="kmeans", k=ROWS), f"K = {ROWS} clusters for 72 training rows"),
         (PartitionConfig(method="random", k=ROWS), f"K = {ROWS} clusters for 72 training rows"),
         (PartitionConfig(method="random", k=70), r"is empty: lower partition\.k"),
     ],

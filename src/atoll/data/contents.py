@@ -37,6 +37,11 @@ class Histogram(Counter[float]):
         below = np.cumsum([self[value] for value in values])
         return values[int(np.searchsorted(below, share * below[-1]))]
 
+    @property
+    def span(self) -> str:
+        """The smallest, the largest and the median."""
+        return f"{min(self):g} to {max(self):g}, median {self.quantile(0.5):g}"
+
     def add(self, values: Any) -> None:
         """Count numbers `(n,)`."""
         numbers, counts = np.unique(np.asarray(values), return_counts=True)
@@ -132,7 +137,7 @@ def _look_at_column(summary: Contents, name: str) -> None:
     summary.columns.append(ColumnFacts(name, form, total, producer))
 
     if name == "split":
-        values, out = column.read(np.arange(len(dataset))).numpy(), dataset.weights == 0
+        values, out = dataset.sides, dataset.weights == 0
         words = ("to train on", "held out", "to test")
         counts = np.bincount(values[~out], minlength=len(words)).tolist()
         summary.splits = {**dict(zip(words, counts, strict=True)), "of weight 0": int(out.sum())}
@@ -207,13 +212,11 @@ def lines(summary: Contents) -> list[str]:
         for name, counter in (("licence", summary.licences), ("source", summary.sources)):
             values = [f"{printable(value)[:80]} {count:,}" for value, count in counter.most_common()]
             shown += [f"  {name}: {shorten(values, 12)}"] if counter else []
-        sides = {"width": summary.widths, "height": summary.heights, "aspect": summary.aspects}
-        spans = [f"{of} {min(n):g} to {max(n):g}, median {n.quantile(0.5):g}" for of, n in sides.items()]
-        words = summary.words
+        widths, heights, aspects = summary.widths, summary.heights, summary.aspects
         shown += [
-            f"  source pictures: {'; '.join(spans)}",
-            f"  captions: {summary.distinct:,} distinct of {sum(summary.widths.values()):,}; {min(words):g}"
-            f" to {max(words):g} words, median {words.quantile(0.5):g}",
+            f"  source pictures: width {widths.span}; height {heights.span}; aspect {aspects.span}",
+            f"  captions: {summary.distinct:,} distinct of {sum(widths.values()):,}; words"
+            f" {summary.words.span}",
         ]
         shown += [f"  class labels: {summary.labels:,}"] if summary.labels else []
         shown += [f"    {count:,} times {text[:80]!r}" for text, count in summary.captions[:5] if count > 1]
@@ -249,11 +252,10 @@ def audit(dataset: DataSet) -> list[str]:
         for kind, entry in shard.files.items():
             with noted():
                 path = check_file(dataset.store, dataset.prefix, entry)
-                is_table = kind == "rows"
-                rows = len(dataset.shard_table(number, ["id"]) if is_table else ImageReader(path).places)
-                if rows != shard.rows:
+                held = dataset.shard_table(number, ["id"]) if kind == "rows" else ImageReader(path).places
+                if len(held) != shard.rows:
                     where = f"{dataset.store.name(dataset.prefix)}/{entry.path}"
-                    problems.append(f"{where} holds {rows} rows; the manifest says {shard.rows}")
+                    problems.append(f"{where} holds {len(held)} rows; the manifest says {shard.rows}")
         for column in columns:
             with noted():
                 values = column.tensors(number)["values"]

@@ -95,7 +95,6 @@ class DataSet:
         self.shards = manifest.shards
         self.bounds: Rows = np.cumsum([0, *(shard.rows for shard in self.shards)], dtype=np.int64)
         self._columns: dict[str, Column] = {}
-        self._split: Rows | None = None
         self._readers: dict[int, ImageReader] = {}
 
     @classmethod
@@ -278,10 +277,8 @@ class DataSet:
     def forget(self, name: str) -> None:
         """Let a column be read anew, since it is about to be written."""
         self._columns.pop(name, None)
-        if name == "split":
-            self._split = None
-        if name == WEIGHTS:  # the cached property would go on with those of before
-            self.__dict__.pop("weights", None)
+        # The cached properties would go on with what was there before.
+        self.__dict__.pop({"split": "sides", WEIGHTS: "weights"}.get(name, ""), None)
 
     def write_column(
         self,
@@ -318,10 +315,14 @@ class DataSet:
         """Row numbers of `train`, `heldout` or `test` that count, ascending."""
         if name not in SPLITS:
             raise DataError(f"there is no split {name!r}", f"use one of {', '.join(SPLITS)}")
-        if self._split is None:
-            self._split = self.column("split").read(np.arange(len(self))).numpy()
         # Weights may have been set since: what counts is asked every time.
-        return np.flatnonzero((self._split == SPLITS.index(name)) & (self.weights > 0)).astype(np.int64)
+        return np.flatnonzero((self.sides == SPLITS.index(name)) & (self.weights > 0)).astype(np.int64)
+
+    @cached_property
+    def sides(self) -> NDArray[np.int8]:
+        """The split of every row, by its number in `SPLITS` `(rows,)`."""
+        sides: NDArray[np.int8] = self.column("split").read(np.arange(len(self))).numpy()
+        return sides
 
     @cached_property
     def weights(self) -> NDArray[np.float32]:

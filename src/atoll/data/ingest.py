@@ -105,14 +105,8 @@ class IngestJob(ShardedJob[DataSet]):
             return False
 
     def make_shard(self, number: int, earlier: ShardNote | None) -> tuple[dict[str, bytes], ShardNote]:
-        note = ShardNote(
-            identity=self.identity,
-            rows=0,
-            files={},
-            rejects=[],
-            rejected_ids=[],
-            duplicate_ids=list(earlier.duplicate_ids) if earlier else [],
-        )
+        known = list(earlier.duplicate_ids) if earlier else []
+        note = ShardNote(identity=self.identity, rows=0, files={}, duplicate_ids=known)
         rows, ids, buffer = list[dict[str, Any]](), set(note.duplicate_ids), io.BytesIO()
         start = number * self.config.shard_rows
         stop = min(start + self.config.shard_rows, len(self.source))
@@ -191,7 +185,8 @@ class IngestJob(ShardedJob[DataSet]):
         rejects = [reject for note in notes for reject in note.rejects]
         filled = [note for note in notes if note.rows]
         if not filled:
-            self._discard()
+            # As it was before, so that the command can be run again with other settings.
+            self.store.delete(*self.store.list(self.folder))
             what = f"no usable rows in {self.about['name']} ({_reasons(rejects)})"
             raise DataError(what, "mend the source")
         lines = "".join(json.dumps(reject.to_json(), ensure_ascii=False) + "\n" for reject in rejects)
@@ -202,7 +197,7 @@ class IngestJob(ShardedJob[DataSet]):
         try:
             write_split(dataset, self.config)
         except DataError as error:
-            self._discard()
+            self.store.delete(*self.store.list(self.folder))
             if not rejects:
                 raise
             what = f"{error.what}; {len(rejects)} of {len(self.source)} were rejected ({_reasons(rejects)})"
@@ -249,10 +244,6 @@ class IngestJob(ShardedJob[DataSet]):
             shards=[Shard(rows=note.rows, files=note.files) for note in notes],
         )
         return DataSet(self.store, self.folder, manifest)
-
-    def _discard(self) -> None:
-        """Empty the folder, as it was before, so that the command can be run again with other settings."""
-        self.store.delete(*self.store.list(self.folder))
 
     def tidy(self, result: DataSet) -> None:
         """Remove notes, and files of shards that were written again and are empty now."""

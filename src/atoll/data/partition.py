@@ -317,21 +317,19 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
         column = dataset.table([name]).column(name)
         if not (pa.types.is_string(column.type) or pa.types.is_integer(column.type)):
             raise DataError(f"column {name!r} holds {column.type}", "choose one of words or whole numbers")
-        missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), bool)
         values = np.array(["" if value is None else str(value) for value in column.to_pylist()])
-        missing |= values == ""
-        if name == "label":  # a negative label means none
-            missing |= np.char.startswith(values, "-")
     elif name in dataset.column_names():
         numbers = dataset.column(name)
         if numbers.meta.kind != "fixed" or numbers.meta.shape or numbers.dtype.is_floating_point:
             raise DataError(f"column {name!r} holds no whole number for each row", "choose another")
         values = numbers.read(np.arange(len(dataset))).numpy().astype(np.str_)
-        missing = np.zeros(len(values), bool)
     else:
         names = [*known, *dataset.column_names()]
         what = f"partition.column: {dataset.store.location} has no column {name!r}"
         raise DataError(what, nearest(name, names))
+    missing = values == ""
+    if name == "label":  # a negative label means none
+        missing |= np.char.startswith(values, "-")
     if missing.any():
         count, first = int(missing.sum()), dataset.ids[int(missing.argmax())]
         fix = "give them one, or choose another column"

@@ -43,17 +43,9 @@ FACES = {
 }
 """File name and description of every face; the rest of matplotlib's hold bits of brackets, or no names."""
 
+_CORE = "Sans Sans-Bold Sans-Oblique Serif Serif-Bold Serif-Italic SansMono SansMono-Bold"
 PRESETS = {
-    "core": [
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-Oblique",
-        "DejaVuSerif",
-        "DejaVuSerif-Bold",
-        "DejaVuSerif-Italic",
-        "DejaVuSansMono",
-        "DejaVuSansMono-Bold",
-    ],
+    "core": [f"DejaVu{name}" for name in _CORE.split()],
     "dejavu": [name for name in FACES if name.startswith("DejaVu")],
     "all": list(FACES),
 }
