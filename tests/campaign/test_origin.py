@@ -27,6 +27,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 SETS = [
     "data.ingest.size=32",
     "data.ingest.buckets={sizes: [32x32, 48x24, 24x48], multiple: 8, min_rows: 4, max_upscale: 9}",
+    "data.ingest.heldout=0.3",
     "budget.samples=320",
 ]
 FLAGS = [word for each in SETS for word in ("--set", each)]

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
-from atoll.base.hashing import digest
 from atoll.base.safe_parse import read_text
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
@@ -27,7 +26,7 @@ from atoll.data.formats import ClusterMap, PartitionFile
 from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import DUPLICATES, OPTED_OUT, out_for_good, producer_of, write_weights
+from atoll.data.weights import DUPLICATES, OPTED_OUT, opt_out
 from atoll.store.store import Absent, Store
 
 COLUMN = "clusters"
@@ -143,7 +142,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     store = campaign.store
     dataset, partition = campaign.clustered()
     named = _named(dataset, {line.strip() for line in read_text(path).splitlines()} - {""}, path)
-    before, by = dataset.weights, producer_of(dataset) or {"name": "opt-out"}
+    before = dataset.weights
     after, counted = before.copy(), before.copy()
     after[named] = 0
     # Rows that another campaign of this data set has taken out count in this one until they leave it, too.
@@ -177,9 +176,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         say(f"  partition {revision.hash[:12]} stays, revision {str(revision.about.revision)[:12]}")
         say("  the data set holds the rows with weight 0: take them from its source and from other campaigns")
     # Duplicates among them count 0 already, and have to stay out when others are looked for.
-    out = out_for_good(dataset, np.isin(np.arange(len(dataset)), named))
-    dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(out).tolist())}, out)
-    write_weights(dataset, by, before)
+    opt_out(dataset, np.isin(np.arange(len(dataset)), named))
     return changed
 
 

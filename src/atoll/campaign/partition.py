@@ -4,7 +4,7 @@ import numpy as np
 
 from atoll.base.console import say
 from atoll.base.errors import DataError
-from atoll.base.hashing import digest, digest_tensors
+from atoll.base.hashing import digest_tensors, sha256
 from atoll.base.rng import seed_of
 from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
@@ -24,14 +24,14 @@ from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
-from atoll.data.dataset import CAPTION, WEIGHTS, DataSet
+from atoll.data.dataset import CAPTION, SPLITS, WEIGHTS, DataSet
 from atoll.data.duplicates import COLUMN, dedupe_producer
 from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import OPTED_OUT, PLAIN, out_for_good, producer_of, write_weights
+from atoll.data.weights import PLAIN, opt_out, producer_of
 from atoll.networks.families import parameter_count
 from atoll.networks.pipelines import check_data
 from atoll.networks.settings import DataShape
@@ -96,22 +96,27 @@ def make_islands(campaign: Campaign) -> Partition:
 def partition_of_origin(campaign: Campaign, dataset: DataSet) -> Partition:
     """The partition of the campaign that this one goes on from; rows on no island there are left out."""
     origin = finished_origin(campaign.config, campaign.store.location)
-    partition, clusters = partitions.load(origin.store), dict[str, int]()
+    partition, places = partitions.load(origin.store), dict[str, int]()
     for number, run in enumerate(experts_of(partition.k)):
         part = DataSet.open(origin.store, f"{run.folder}/data")
         if part.manifest.source.get("fingerprint") != dataset.manifest.source.get("fingerprint"):
             what = f"{dataset.store.location} is of another source than the data of {origin.store.location}"
             raise DataError(what, "ingest the same pictures, with the same columns of captions and ids")
-        clusters |= dict.fromkeys(part.ids, number)
-    numbers = np.array([clusters.get(row, -1) for row in dataset.ids], dtype=np.int64)
+        sides = number * len(SPLITS) + part.sides.astype(np.int64)
+        places |= dict(zip(part.ids, sides.tolist(), strict=True))
+    known = np.array([places.get(row, -1) for row in dataset.ids], dtype=np.int64)
+    numbers, before = np.divmod(known, len(SPLITS))
     # Such as duplicates, and rows that opted out: they must not come back by being ingested again.
     out = numbers < 0
+    # Rows that the first weights were learned from must not measure what is learned from here on, though
+    # another share may be held out here, and other rows be found to be duplicates.
+    split = np.where(out, dataset.sides, before).astype(np.int8)
+    if moved := int((split != dataset.sides).sum()):
+        say(f"{many(moved, 'row')} put on the side of the split that {origin.store.location} has them on")
+        dataset.write_values("split", {"name": "origin", "hash": sha256(split.tobytes())}, split)
     if (out & (dataset.weights > 0)).any():
         say(f"{many(int(out.sum()), 'row')} on no island of {origin.store.location} left out")
-        gone = out | out_for_good(dataset)
-        by = {"name": "origin", "rows": digest(np.flatnonzero(gone).tolist())}
-        dataset.write_values(OPTED_OUT, by, gone)  # a filter or a rebalance must not bring them back either
-        write_weights(dataset, {"name": "origin"}, dataset.weights)
+        opt_out(dataset, out)  # a filter or a rebalance must not bring them back either
     return partitions.carried(partition, numbers, dataset, campaign.config.data.weighted)
 
 
@@ -173,8 +178,7 @@ def _write_runs(
 
 def features_of(campaign: Campaign, dataset: DataSet) -> Column | None:
     """Features that rows are clustered by, or, for other methods, that the clusters are looked at with."""
-    config = campaign.config.partition
-    name = features_column(config.encoder)
+    name = features_column(campaign.config.partition.encoder)
     return dataset.column(name) if dataset.has_column(name) else None
 
 

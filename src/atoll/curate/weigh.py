@@ -253,7 +253,7 @@ def rebalance_stage(
     if dry_run:
         return None
     # Held-out rows are not drawn; a weight of 0 would take them out of what measures.
-    held = dataset.column("split").read(np.arange(len(dataset))).numpy() != 0
+    held = dataset.sides != 0
     weights = np.where(held & (weights == 0), np.float32(1), weights)
     producer = {"name": "rebalance", "t": t, "per_expert": per_expert, "other": other}
     producer |= {"vocabulary": vocabulary.hash, "values": sha256(weights.tobytes())}

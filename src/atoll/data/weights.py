@@ -35,8 +35,7 @@ def candidates(dataset: DataSet) -> Rows:
 
     Not `split("train")`: what an earlier filter took out, another one may take back in.
     """
-    train = dataset.column("split").read(np.arange(len(dataset))).numpy() == 0
-    return np.flatnonzero(train & ~out_for_good(dataset)).astype(np.int64)
+    return np.flatnonzero((dataset.sides == 0) & ~out_for_good(dataset)).astype(np.int64)
 
 
 def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, found: B1 | None = None) -> None:
@@ -45,6 +44,14 @@ def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, found
     # A column of an equal producer is not written again, so it has to name the rows that are out.
     gone = {"out": digest(np.flatnonzero(out).tolist())} if out.any() else {}
     dataset.write_values(WEIGHTS, {**producer, **gone}, np.where(out, 0, values).astype(np.float32))
+
+
+def opt_out(dataset: DataSet, rows: B1) -> None:
+    """Take rows out for good `(rows,)`, beside those that are out."""
+    if OPTED_OUT in dataset.column_names():
+        rows = rows | (dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0)
+    dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(rows).tolist())}, rows)
+    write_weights(dataset, producer_of(dataset) or {"name": "opt-out"}, dataset.weights)
 
 
 def producer_of(dataset: DataSet) -> dict[str, Any]:
