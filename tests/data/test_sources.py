@@ -319,8 +319,12 @@ def test_parquet_rejects(tmp_path: Path) -> None:
 
 
 def test_parquet_with_labels_and_no_captions(tmp_path: Path) -> None:
-    labels = [0, 999, -1, None]
-    pq.write_table(pictures([encoded(seed=n) for n in range(4)], label=labels), tmp_path / "b.parquet")
+    seen = []
+    # Labels that are put right make another source, though size and footer stay; a copy is the same.
+    for labels in ([0, 999, -1, None], [999, 0, -1, None], [0, 999, -1, None]):
+        pq.write_table(pictures([encoded(seed=n) for n in range(4)], label=labels), tmp_path / "b.parquet")
+        seen.append(open_source(tmp_path, {"label": "label"}).describe()["fingerprint"])
+    assert seen[0] == seen[2] != seen[1]
     good, bad = read(open_source(tmp_path, {"label": "label"}))
     assert [(row.caption, row.label) for row in good] == [("0", 0), ("999", 999)]
     assert [reject.reason for reject in bad] == ["empty caption"] * 2
@@ -392,6 +396,7 @@ def test_several_sources_tell_source_and_licence(two: dict[str, SourceConfig], s
     about = dataset.manifest.source
     assert about["name"] == "tars, web" and about["licence"] == "tars: CC0; web: CC-BY"
     assert set(about["sources"]) == {"tars", "web"}
+    dataset.write_values(WEIGHTS, {"name": "opt-out"}, np.ones(len(dataset), dtype=np.float32))
     weigh_sources(dataset, {"tars": 3, "web": 1})
     assert dataset.weights.tolist() == [3] * TOTAL + [1] * TOTAL
     dataset.write_values(WEIGHTS, {"name": "filter"}, np.ones(len(dataset), dtype=np.float32))

@@ -1,9 +1,9 @@
 """A source: parquet files in Hugging Face's image layout, read a few rows at a time."""
 
 import hashlib
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +36,39 @@ class ParquetSource(FilesSource):
         if not files.states:
             raise DataError(f"{files.root} holds no parquet files", "give a parquet file or a folder of them")
         options = options or RowOptions()
-        columns, self._images, counts, self._footers = [], [], [], []
+        columns, self._images, counts = [], [], []
         for name in files.states:
             with _opened(files, name) as reader:
                 schema = reader.schema_arrow
                 columns.append((files.where(name), schema.names))
                 self._images.append(_image_column(schema, files.where(name), options.image))
                 counts.append(reader.metadata.num_rows)
-            # The footer has schema, counts, and size and place of every column chunk: two files of one footer
-            # and size are the same file, whenever and wherever they were copied.
-            with files.open(name, _BUFFER) as stream:
-                # A parquet file ends with its footer, the footer's length in four bytes, and `PAR1`.
-                stream.seek(-8, io.SEEK_END)
-                length = int.from_bytes(stream.read(4), "little")
-                stream.seek(-8 - length, io.SEEK_END)
-                self._footers.append(hashlib.sha256(stream.read(length)).hexdigest())
         super().__init__(files, options.resolve(columns), counts)
 
     def content(self) -> Any:
-        """Names, sizes and footers: a time of change would make a copy another data set."""
-        states = self.files.states.items()
-        return [
-            [Path(name).name, size, footer]
-            for (name, (size, _)), footer in zip(states, self._footers, strict=True)
-        ]
+        """Names, sizes and digests: a time of change would make a copy another data set."""
+        # The footer has schema, counts, and size and place of every column chunk, so pictures need no look.
+        # A label that is put right leaves all that as it was: what rows take beside pictures is read, unless
+        # a commit stands for it.
+        named = tuple(f"{name}." for name in self.options.columns() if name and not self.files.commit)
+        about = list[list[Any]]()
+        for name, (size, _) in self.files.states.items():
+            hashed = hashlib.sha256()
+            with self.files.open(name, _BUFFER) as stream:
+                footer = pq.read_metadata(stream)
+                # A parquet file ends with its footer, the footer's length in four bytes, and `PAR1`.
+                spans = [(size - 8 - footer.serialized_size, footer.serialized_size)]
+                for group, column in product(range(footer.num_row_groups), range(footer.num_columns)):
+                    chunk = footer.row_group(group).column(column)
+                    if f"{chunk.path_in_schema}.".startswith(named):
+                        start = chunk.dictionary_page_offset or chunk.data_page_offset
+                        spans.append((start, chunk.total_compressed_size))
+                for start, count in spans:
+                    for place in range(max(start, 0), min(start + count, size), _BUFFER):
+                        stream.seek(place)
+                        hashed.update(stream.read(min(_BUFFER, start + count - place)))
+            about.append([Path(name).name, size, hashed.hexdigest()])
+        return about
 
     def read(self, number: int, low: int, high: int) -> Iterator[Record | Reject]:
         name, image = [*self.files.states][number], self._images[number]
