@@ -44,15 +44,8 @@ def save_tokenizer(folder: Path, start: bool, words: Sequence[str] = WORDS) -> N
 def text_tower(folder: Path) -> Path:
     """A T5 encoder of sixteen numbers a token, and its tokenizer."""
     torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=len(WORDS),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=len(WORDS), decoder_start_token_id=0, **sizes)
     transformers.T5EncoderModel(config).save_pretrained(folder)
     save_tokenizer(folder, start=False)
     return folder

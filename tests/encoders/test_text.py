@@ -1,6 +1,7 @@
 """Text encoders: what a caption's states depend on. MiniLM is the real one; T5 and CLIP are tiny."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,9 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     torch.manual_seed(0)
-    config = transformers.CLIPTextConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=9,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = transformers.CLIPTextConfig(max_position_embeddings=9, **sizes, **tokens)
     transformers.CLIPTextModel(config).save_pretrained(folder)
     save_tokenizer(folder, start=True)
     return folder
@@ -62,9 +55,8 @@ def minilm() -> TextEncoder:
 
 @pytest.fixture(scope="module", params=["minilm", "t5", "clip"])
 def encoder(request: pytest.FixtureRequest) -> TextEncoder:
-    if request.param == "minilm":
-        return request.getfixturevalue("minilm")
-    return text_encoder(str(request.getfixturevalue(request.param)))
+    made = request.getfixturevalue(request.param)
+    return made if isinstance(made, TextEncoder) else text_encoder(str(made))
 
 
 def test_ragged_states_are_the_padded_ones(encoder: TextEncoder) -> None:
@@ -88,6 +80,15 @@ def test_the_empty_caption_has_states(encoder: TextEncoder) -> None:
     values = encoder.states([""])[""]
     assert [len(values)] == [1 if encoder.name.rsplit("/", 1)[-1].startswith("t5") else 2]
     assert float(values.abs().min(1).values.max()) > 0 and torch.isfinite(values).all()
+
+
+def test_a_tokenizer_that_adds_nothing_gives_no_words_one_token(t5: Path, tmp_path: Path) -> None:
+    """As Qwen's, without which the unconditional branch would have no state."""
+    path = shutil.copytree(t5, tmp_path / "bare") / "tokenizer.json"
+    tree = json.loads(path.read_text().replace('"two"', '"house"'))  # a word that tokenizers are asked for
+    path.write_text(json.dumps({**tree, "post_processor": None}))
+    states = text_encoder(str(path.parent)).states(["", "a red"])
+    assert {caption: len(values) for caption, values in states.items()} == {"": 1, "a red": 2}
 
 
 def test_long_captions_are_cut(encoder: TextEncoder, minilm: TextEncoder) -> None:

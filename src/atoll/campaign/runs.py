@@ -232,7 +232,7 @@ def training_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Those of them that are read in training."""
     wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
     if config.condition == "text":
-        by = {"name": config.data.text_encoder, "max_length": config.data.text_length}
+        by = {"name": config.data.text_encoder, "asked": config.data.text_length}
         wanted[config.data.text_column] = by
     return wanted
 
@@ -243,6 +243,7 @@ def made_by(dataset: "DataSet", column: str, wanted: dict[str, Any]) -> bool:
         return False
     # Of the producer only what settings name: its hash of the weights is known once the encoder is loaded.
     producer = dataset.column(column).meta.producer
+    producer = {"asked": producer.get("max_length"), **producer}
     return all(producer.get(key) == value for key, value in wanted.items())
 
 

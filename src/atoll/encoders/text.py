@@ -73,9 +73,12 @@ class Tower:
     def tokens(self, captions: Sequence[str], padded: bool) -> list[Tensor]:
         """Token ids `(length,)` int32 of every caption, cut to the longest it takes, and perhaps padded."""
         most, padding = self.form.length, "max_length" if padded else False
-        texts = self.tokenizer(list(captions), truncation=True, max_length=most, padding=padding)["input_ids"]
+        ids = self.tokenizer(list(captions), truncation=True, max_length=most, padding=padding)["input_ids"]
+        # Of "" some tokenizers make no token at all, such as Qwen's: no state could be its condition.
+        blank = [self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0]
+        texts = [each or blank for each in ids]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
-        if max(max(ids, default=0) for ids in texts) >= known:  # a GPU would only say "device-side assert"
+        if max(map(max, texts)) >= known:  # a GPU would only say "device-side assert"
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")
         return [torch.tensor(ids, dtype=torch.int32) for ids in texts]
 
@@ -98,7 +101,7 @@ class TextEncoder:
     def __init__(
         self, name: str, parts: Sequence[tuple[nn.Module, Any]], length: int, device: str | torch.device
     ) -> None:
-        self.name, self.device = name, torch.device(device)
+        self.name, self.device, self.asked = name, torch.device(device), length
         several = len(parts) > 1
         self.towers = [Tower(words, net, _form(net.config, length, several)) for net, words in parts]
         form = Form.joined([tower.form for tower in self.towers])
@@ -123,10 +126,12 @@ class TextEncoder:
             {"name": name, "hash": weights_hash(tower.network), "max_length": tower.form.length}
             for name, tower in zip(self.name.split(JOIN), self.towers, strict=True)
         ]
-        if not self.pooled:
-            return parts[0]
-        whole = {"name": self.name, "hash": digest([part["hash"] for part in parts])}
-        return {**whole, "max_length": self.max_length, "pooled": self.pooled, "parts": parts}
+        whole = parts[0]
+        if self.pooled:
+            whole = {"name": self.name, "hash": digest([part["hash"] for part in parts])}
+            whole |= {"max_length": self.max_length, "pooled": self.pooled, "parts": parts}
+        # The length in the settings, where the network takes less: by it the column is known again.
+        return whole if self.asked == self.max_length else {**whole, "asked": self.asked}
 
     def tokens(self, captions: Sequence[str]) -> list[Tensor]:
         """Token ids `(length,)` int32 of every caption; of several towers one after the other."""
@@ -266,7 +271,7 @@ def prompt_length(network: Any, trained: int) -> int:
 
 def knows_words(tokenizer: Any) -> bool:
     """Whether it tells words apart; transformers makes up one that does not where a folder holds none."""
-    tokens = {token for word in ("a", "red", "house") for token in tokenizer(word)["input_ids"]}
+    tokens = {token for word in ("a", "red", "house", "of") for token in tokenizer(word)["input_ids"]}
     return len(tokens) > 3  # more than a start, an end, and one for what it does not know
 
 
