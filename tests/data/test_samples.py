@@ -105,6 +105,10 @@ def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore
     dataset = ingest(open_source(folder, config), store, "x", config)
     with pytest.raises(DataError, match="6 rows have no label"):
         _ = dataset.labels
+    latents_job(dataset, autoencoder("none")).run()
+    dataset.labels = torch.tensor([0, 1, 2_119_789])
+    with pytest.raises(DataError, match=r"3 class labels, the largest of them 2,119,789: number them from 0"):
+        data_shape(dataset, "class")
 
 
 def test_latents_that_are_not_square_are_refused(glyphs: DataSet) -> None:

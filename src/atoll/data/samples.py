@@ -181,5 +181,9 @@ def data_shape(
         length = length - -(-pooled // width) if pooled else max(column.meta.max_length, length)
         return replace(shape, text_width=width, text_length=length, pooled_width=pooled, guidance=guidance)
     if condition == "class":
-        return replace(shape, classes=int(dataset.labels.max()) + 1)
+        classes, seen = int(dataset.labels.max()) + 1, len(dataset.labels.unique())
+        if classes > 1000 * seen:  # every network has an embedding of each number up to the largest
+            what = f"{dataset.store.location} has {seen:,} class labels, the largest of them {classes - 1:,}"
+            raise DataError(what, "number them from 0")
+        return replace(shape, classes=classes)
     return shape
