@@ -76,8 +76,8 @@ def test_a_notebook_has_a_bar(library: logging.Logger, monkeypatch: pytest.Monke
 def test_what_takes_longer_than_a_second_has_seconds_and_no_rate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seconds = iter([0.0, 32.0])
+    seconds = iter([0.0, 1250.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
     with caplog.at_level("INFO", logger="atoll"):
         console.Progress("shards", 20, unit="shards", every=0)(10)
-    assert "10/20 shards, 3.2 s each, 32 s left" in caplog.text
+    assert "10/20 shards, 2 min 05 s each, 20 min 50 s left" in caplog.text

@@ -26,7 +26,7 @@ from atoll.base.text import (
         (count, 2_980_000_000, "2.98 B"),
         (size, 12, "12 B"),
         (size, 1_536, "1.54 kB"),
-        (size, 3e9, "3 GB"),
+        (size, 999_800_000, "1 GB"),
         (flops, 1.274e12, "1.27 TFLOPs"),
         (flops, 5_000, "5,000 FLOPs"),
         (duration, 0, "0 s"),

@@ -75,7 +75,7 @@ def test_it_joins_a_trained_expert(campaign: Campaign, tmp_path: Path, run: Run)
     assert "| 1 | dit | eps, ddpm-linear |" in text and "| adopted |" in text
     assert run("sample", folder, "0", "1", "--out", tmp_path / "a.png", "--steps", "3").code == 0
     one = Observer(campaign).read().runs[1]
-    assert one.state == "published" and one.error is None and one.step == 0 == one.done_flops
+    assert one.state == "published" and one.error is None and one.step == 0 == one.train_flops
     assert run("report", folder).code == 0
     shutil.rmtree(folder / "islands/0/expert")
     refused(run("adopt", folder, there, "--expert", "0"), "expert 0 has begun to train")

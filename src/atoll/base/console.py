@@ -75,7 +75,7 @@ class Progress:
         speed = (done - self.first) / max(now - self.start, 1e-9)
         left = duration((self.total - done) / speed) if speed > 0 else "?"
         rate = f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.2g}/s"
-        rate = f"{1 / speed:.2g} s each" if 0 < speed < 1 else rate
+        rate = f"{duration(1 / speed)} each" if 0 < speed < 1 else rate
         full = int(20 * min(done, self.total) / max(self.total, 1))
         bar = "█" * full + "·" * (20 - full)
         text = f"{self.name}: {bar} {done:,}/{self.total:,} {self.unit}, {rate}, {left} left"

@@ -39,21 +39,20 @@ def many(number: int, noun: str, nouns: str = "") -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    value = float(f"{value:.2e}")  # rounded before its unit is chosen: 999,700 is 1 M, and no 1e+03 k
+    unit, name = next(((unit, name) for unit, name in units if value >= unit), (1.0, ""))
+    return f"{value / unit:.3g} {name}"
+
+
 def count(value: float | None) -> str:
     """Thousands, millions, billions: `12.3 k`, `1.2 M`; `999`."""
-    if value is None:
-        return NONE
-    unit, name = next(((unit, name) for unit, name in _SHORT if value >= unit), (1.0, ""))
-    return f"{value / unit:.3g} {name}".rstrip()
+    return NONE if value is None else _scaled(value, _SHORT).rstrip()
 
 
 def size(value: float | None) -> str:
     """Bytes in decimal units: `1.54 kB`, `3 GB`."""
-    if value is None:
-        return NONE
-    units = (*_DECIMAL, (1e3, "k"))
-    unit, name = next(((unit, name) for unit, name in units if value >= unit), (1.0, ""))
-    return f"{value / unit:.3g} {name}B"
+    return NONE if value is None else f"{_scaled(value, (*_DECIMAL, (1e3, 'k')))}B"
 
 
 def flops(value: float | None, like: float | None = None) -> str:

@@ -262,7 +262,8 @@ class Observer:
         if status.state == "published":
             status.phase = status.error = None
             if (publish := history.last("publish")) is not None:
-                status.step = publish[0].step  # 0 if it was adopted
+                status.step = publish[0].step
+                status.train_flops *= bool(status.step)  # nothing is trained of one that was adopted
                 status.published_bytes = sum(file.bytes for file in publish[0].files)
             else:
                 status.step = status.steps
@@ -406,6 +407,7 @@ def trouble(run: RunStatus) -> str:
 
 def _short(number: float) -> str:
     """A number in five characters or so: `9,999`, `12.3k`, `1.2M`."""
+    number = float(f"{number:.3g}") if number >= 1e4 else number  # 999,700 is 1M, and no 1e+03k
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= unit:
             return f"{number / (1e3 if name == 'k' else unit):.3g}{name}"
@@ -418,5 +420,5 @@ def _age(seconds: float | None) -> str:
         return "-"
     for unit, name in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= 2 * unit:
-            return f"{seconds / unit:.2g}{name}" if seconds < 100 * unit else f"{seconds / unit:.0f}{name}"
+            return f"{seconds / unit:.2g}{name}" if seconds < 99.5 * unit else f"{seconds / unit:.0f}{name}"
     return f"{seconds:.0f}s"
