@@ -382,16 +382,21 @@ def test_heun_is_nearer_than_euler(bench: Bench) -> None:
 
 def test_the_average_of_networks_has_the_average_of_their_weights(bench: Bench, small_ensemble: Path) -> None:
     one, other = list(Model.load(Store.open(small_ensemble)).bank.experts)
-    mean, a, b = (n.network.state_dict() for n in (bench("guides").mean([one, other]), one, other))
+    average = bench("guides").mean([one, other])
+    mean, a, b = (n.network.state_dict() for n in (average, one, other))
     assert all(torch.allclose(mean[name], (a[name] + b[name]) / 2, atol=1e-6) for name in mean)
+    one.network.load_state_dict(mean)
+    state = torch.ones(2, 1, 8, 8), torch.full((2,), 0.5), Condition(labels=torch.tensor([0, 1]))
+    assert torch.equal(average.velocity(*state), one.velocity(*state))
 
 
 def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_path: Path) -> None:
     """By pixels: a way to guide, which is kept apart from plain guidance, and an album by several judges."""
     guides, campaign = bench("guides"), Campaign.open(small_ensemble)
     ways = guides.Bench(small_ensemble, "ensemble", 12, "heldout", size=8)
-    plain, guided = (ways.measured(guides.Way(null, steps=2)) for null in ("own", "mixture"))
-    assert plain.keys() == guided.keys() == {"frechet", "precision", "recall"} and plain != guided
+    nulls = "own", "mixture", "own milestone 1"
+    plain, guided, earlier = (ways.measured(guides.Way(null, steps=2)) for null in nulls)
+    assert plain.keys() == guided.keys() == {"frechet", "precision", "recall"} and plain != guided != earlier
     for null in ("pretrain", "average", "milestone 1"):
         with pytest.raises(LookupError):
             ways.measured(guides.Way(null))
@@ -407,7 +412,7 @@ def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_
 def small_ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judge = {"extractor": "pixels", "extractor_size": 16}
     settings = {"budget": {"samples": 128}, "monolith": False, "evaluate": judge}
-    settings["data"] = {"ingest": {"heldout": 0.4}}
+    settings |= {"data": {"ingest": {"heldout": 0.4}}, "train": {"milestones": 2}}
     return assembled(tmp_path_factory.mktemp("guides") / "c", settings)
 
 

@@ -157,7 +157,8 @@ def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]
     origin = TrainingRun.of(campaign.store, run.network, f"{run.folder}/run")
     if not -len(origin.milestones) <= number < len(origin.milestones):
         raise LookupError(f"{run.name} of {campaign.store.location} kept {len(origin.milestones)} milestones")
-    return origin.load(origin.milestones[number]), origin.milestones[number].sha256
+    milestone = origin.milestones[number]
+    return origin.stored(milestone).expert(), milestone.sha256
 
 
 def mean(experts: Sequence[Expert]) -> Expert:
@@ -165,7 +166,7 @@ def mean(experts: Sequence[Expert]) -> Expert:
     average = AveragedModel(experts[0].network)
     for expert in experts:
         average.update_parameters(expert.network)
-    return replace(experts[0], network=average.module)
+    return replace(experts[0], network=average.module, replayed=None)  # that asks the first one's network
 
 
 # Which way holds.
