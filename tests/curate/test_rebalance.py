@@ -127,11 +127,13 @@ def test_weights_that_are_none(campaign: Path, run: Run):
     dataset = Campaign.open(campaign).dataset()
     folder = write_campaign(campaign.parent / "w", {"data": {"path": "../c/data", "weighted": True}})
     refused(run("partition", folder), "no column 'weights'")
-    for value, words in (
-        (-1.0, "negative or no number"),
-        (float("nan"), "negative or no number"),
-        (float("inf"), "negative or no number"),
-        (0.0, "no training row has any weight"),
-    ):
+    wrong = dict.fromkeys((-1.0, np.nan, np.inf), "negative or no number")
+    for value, words in (wrong | {0.0: "no training row has any weight"}).items():
         dataset.write_values("weights", {"name": str(value)}, np.full(len(dataset), value, dtype=np.float32))
         refused(run("partition", folder), words)
+    # Shares that a rebalance tells are of all that it weighs, also of rows that the partition left out.
+    dataset.write_values("weights", {"name": "half"}, np.arange(len(dataset), dtype=np.float32) % 2)
+    assert run("partition", folder).code == 0
+    shutil.copytree(campaign / "concepts", folder / "concepts")
+    told = run("concepts", "rebalance", folder, "--t", "99", "--dry-run").out
+    assert told.count(" rows (100.0%)") == 2
