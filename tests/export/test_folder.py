@@ -259,8 +259,8 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
     pipe = load(copy)
     metric = {"distance": "a distance", "reference": "pictures", "reference_rows": 9}
     metric |= {"samples": 9, "steps": 9, "guidance": 2.0}
-    rows = [{"name": "once", "distance": 7.5}]
-    pipe.about = {"name": "It", "evaluation": {"metric": metric, "rows": rows}}
+    rows, own = [{"name": "once", "distance": 7.5}], {"once": {"steps": 4.0}}
+    pipe.about = {"name": "It", "evaluation": {"metric": metric, "rows": rows, "own": own}}
     pipe.picture = b"png"
     pipe.save_pretrained(copy)
 
@@ -269,7 +269,7 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
         text = (tmp_path / name / "README.md").read_text()
         assert text.startswith("---") and "# It" in text
         with_picture = "![Samples]" in text
-        assert with_picture == (tmp_path / name / "picture.png").exists() == ("| once | 7.5 |" in text)
+        assert with_picture == (tmp_path / name / "picture.png").exists() == ("once, steps 4 | 7.5" in text)
         return with_picture
 
     assert goes_along(load(copy), "whole")

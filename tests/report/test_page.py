@@ -336,13 +336,14 @@ def test_a_student_stands_beside_the_ensemble_and_not_in_it(builder: Builder):
     rows = [{"name": n, "distance": 3.0 + i} for i, n in enumerate(("monolith", "student", "once"))]
     before = summary(builder.train().compare(rows=rows))
     assert before["unfinished"] == ["student"] and before["train_flops"]["student"] is None
-    text = Page.of(builder.run("student")).text()
-    figures = summary(builder)
+    card = builder.run("student").store.get_json("student/expert/card.json")
+    builder.store.put_json("student/expert/card.json", card | {"sampling": {"guidance": 1.0, "steps": 4}})
+    text, figures = Page.of(builder).text(), summary(builder)
     assert figures["train_flops"]["student"] == 340 * 16 * 4e8
     assert figures["flops_ratio"] == before["flops_ratio"] and figures["best"] == "once"
     assert figures["ratio_to_monolith"] == {"student": 4 / 3, "once": 5 / 3}
     assert "for 0.333× the monolith’s training FLOPs, its teachers’ forward passes included" in text
-    assert "one network distilled from the experts" in text
+    assert "one network distilled from the experts; sampled with guidance 1, steps 4" in text
 
 
 def test_the_summary_holds_nothing_that_is_not_known(builder: Builder):

@@ -48,9 +48,9 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
     if campaign.config.data.weighted and campaign.has_dataset():
         facts["data"]["weights"] = campaign.dataset().column(WEIGHTS).meta.producer
     facts["data"]["clusters"] = of_clusters(store)
-    for role in SINGLE:
-        if (network := Checkpoint(store, f"{role}/expert")).published:
-            facts[f"{role}_flops"] = network.card.train_flops
+    networks = {role: Checkpoint(store, f"{role}/expert") for role in SINGLE}
+    dense = {role: network.card for role, network in networks.items() if network.published}
+    facts |= {f"{role}_flops": card.train_flops for role, card in dense.items()}
 
     # The comparison counts only if it measured these very parts, and not those of an earlier assembly.
     if store.exists(COMPARISON):
@@ -61,6 +61,8 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
             facts["evaluation"] = {
                 "metric": {key: comparison.metric[key] for key in SAID},
                 "rows": [{"name": row.name, "distance": row.distance} for row in comparison.rows],
+                # A student is drawn as it was trained to be, whatever steps and guidance the others have.
+                "own": {n: dense[n].sampling for n in dense if dense[n].weights_sha256 == measured.get(n)},
             }
     return facts
 
