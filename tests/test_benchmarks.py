@@ -403,9 +403,8 @@ def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_
     album = bench("judges").Album.of(campaign, "ensemble", Generation(steps=2), "heldout", 12, tmp_path)
     judges = {f"{axes} axes": {"extractor_size": 8, "components": axes} for axes in (2, 4)}
     found = album.distances(judges)
-    assert (
-        list(found) == ["2 axes", "precision", "recall", "4 axes"] and 0 < found["2 axes"] < found["4 axes"]
-    )
+    assert list(found) == ["2 axes", "precision", "recall", "4 axes"]
+    assert 0 < found["2 axes"] < found["4 axes"]
 
 
 @pytest.fixture(scope="module")

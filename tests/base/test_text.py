@@ -1,6 +1,7 @@
 """Numbers for people: one spelling for each kind."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -29,6 +30,10 @@ from atoll.base.text import (
         (size, 999_800_000, "1 GB"),
         (flops, 1.274e12, "1.27 TFLOPs"),
         (flops, 5_000, "5,000 FLOPs"),
+        (partial(flops, like=1e12), 5e9, "0.00500 TFLOPs"),
+        (partial(many, noun="image"), 1, "1 image"),
+        (partial(many, noun="image"), 2_000, "2,000 images"),
+        (partial(many, noun="class", nouns="classes"), 2, "2 classes"),
         (duration, 0, "0 s"),
         (duration, 1.62, "1.6 s"),
         (duration, 59.4, "59 s"),
@@ -48,15 +53,6 @@ def test_a_number_is_written_as_people_read_it(
     write: Callable[[float | None], str], value: float | None, text: str
 ) -> None:
     assert write(value) == text
-
-
-def test_one_is_no_plural() -> None:
-    assert [many(n, "image") for n in (0, 1, 2000)] == ["0 images", "1 image", "2,000 images"]
-    assert many(2, "class", "classes") == "2 classes"
-
-
-def test_a_column_of_operations_has_one_unit() -> None:
-    assert flops(5e9, like=1e12) == "0.00500 TFLOPs"
 
 
 @pytest.mark.parametrize(
