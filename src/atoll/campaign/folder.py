@@ -5,7 +5,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from html import escape
-from os.path import isdir
+from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
 NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder")
+NETWORKS += ("compare.extractor", "evaluate.extractor", "diagnose.extractor")
 """Settings that name networks, which may be folders."""
 
 
@@ -41,9 +42,7 @@ class Frozen(File):
     REMEDY = "use the version of Atoll that made the campaign, or start a new one"
 
     code: str = Field(description="Version of Atoll.")
-    overrides: list[str] = Field(
-        default=[], description="`--set` assignments that `campaign.yaml` does not hold."
-    )
+    overrides: list[str] = Field(default=[], description="`--set` assignments that `campaign.yaml` lacks.")
     config: dict[str, Any] = Field(description="Every setting, resolved.")
 
 
@@ -54,6 +53,7 @@ class FrozenStudent(File):
     REMEDY = Frozen.REMEDY
 
     code: str = Field(description="Version of Atoll.")
+    overrides: list[str] = Field(default=[], description="`--set` assignments of the student's settings.")
     student: dict[str, Any] = Field(description="The settings of the group `student`.")
 
 
@@ -78,6 +78,8 @@ class Campaign:
             tree = read_yaml(store.get(YAML), store.name(YAML))
             if not isinstance(tree, dict):
                 raise ConfigError(f"{store.name(YAML)} holds no settings", "write 'key: value' lines")
+            if store.local is not None and isinstance(keys := tree.get("trusted"), list):
+                tree["trusted"] = [placed(str(key), store.local) for key in keys]
             for key in NETWORKS:
                 if store.local is not None and isinstance(named := value_at(tree, key), str | list):
                     group, _, name = key.rpartition(".")
@@ -93,11 +95,12 @@ class Campaign:
         else:
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
         # Without it in campaign.yaml a later command would plan, launch and report as if there were none.
-        student = FrozenStudent.read(store, STUDENT).student if store.exists(STUDENT) else None
+        student = FrozenStudent.read(store, STUDENT) if store.exists(STUDENT) else None
         if student is not None and not tree.get("student"):
-            tree["student"] = deepcopy(student)  # it was added after the start
+            tree["student"] = deepcopy(student.student)  # it was added after the start
         # What the campaign was started with counts for every later command, without repeating it.
-        started, added = frozen.overrides if frozen else [], [_from_shell(assignment) for assignment in sets]
+        started = [assignment for file in (frozen, student) if file for assignment in file.overrides]
+        added = [_from_shell(assignment) for assignment in sets]
         for assignment in started:
             set_value(tree, assignment)
         before = deepcopy(tree)
@@ -113,7 +116,8 @@ class Campaign:
         if frozen is not None:
             _must_agree(frozen.config, config.frozen(), store)
         if student is not None:
-            _must_agree({"student": student}, config.model_dump(mode="json", include={"student"}), store)
+            wanted = config.model_dump(mode="json", include={"student"})
+            _must_agree({"student": student.student}, wanted, store)
         return cls(store, config, (*started, *added))
 
     def __repr__(self) -> str:
@@ -141,7 +145,8 @@ class Campaign:
     def freeze(self) -> None:
         """Fix the settings for good, in `campaign.json`; nothing to do if they are."""
         config = self.config.frozen()
-        fixed = [assignment for assignment in self.overrides if not sets_loose(assignment)]
+        # Those of the student's settings go with its folder: another one may be asked for without them.
+        fixed = [a for a in self.overrides if not sets_loose(a) and not a.startswith("student")]
         frozen = Frozen(code=code_version(), overrides=fixed, config=config)
         try:
             # Created, and not put: of two processes that start at once one wins, and the other has to agree.
@@ -153,8 +158,10 @@ class Campaign:
         """Fix the student's settings for good, in `student/student.json`."""
         assert self.config.student is not None
         settings = self.config.student.model_dump(mode="json")
+        fixed = [a for a in self.overrides if not sets_loose(a) and a.startswith("student")]
+        frozen = FrozenStudent(code=code_version(), overrides=fixed, student=settings)
         with suppress(Conflict):  # somebody did the same at the same time
-            self.store.create_json(STUDENT, FrozenStudent(code=code_version(), student=settings).to_json())
+            self.store.create_json(STUDENT, frozen.to_json())
 
     @property
     def is_partitioned(self) -> bool:
@@ -333,7 +340,7 @@ def _from_shell(assignment: str) -> str:
 
 
 def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
-    """Names of networks (one, `A + B` or a list), those of folders by absolute paths.
+    """Names of networks (one, `A + B` or a list) or of a key, those that are there by absolute paths.
 
     Or as they are `known` since the start, where that ends alike: the campaign may have been moved.
     """
@@ -343,8 +350,9 @@ def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
         return known
     # What these mean, whatever folders there are.
     words = ("", "efficientnet-lite0", "efficientnet-lite2", "minilm", "none", "null", "scratch")
-    folders = {n: beside / expanded(n) for n in names if n not in words and isdir(beside / expanded(n))}
-    return JOIN.join(str(local_path(folders[name])) if name in folders else name for name in names)
+    words += ("inception", "pixels")
+    there = {n: beside / expanded(n) for n in names if n not in words and exists(beside / expanded(n))}
+    return JOIN.join(str(local_path(there[name])) if name in there else name for name in names)
 
 
 def _must_agree(frozen: dict[str, Any], wanted: dict[str, Any], store: Store) -> None:
