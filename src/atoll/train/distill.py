@@ -116,18 +116,20 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     experts = experts_of(config.partition.k)
     # A part of the experts will not do: the student would learn a part of the data, and which part would
     # depend on when it was started.
-    missing = [str(run.expert) for run in experts if not Checkpoint(store, run.network).published]
-    if missing:
-        raise PartitionError(
-            f"the student learns from all experts, and of {len(experts)} in {store.location} these are not "
-            f"published: {', '.join(missing)}",
-            "train them first: atoll launch",
-        )
+    absent = [run.expert for run in experts if not run.published(store)]
+    if lacking := absent or config.quarantine:
+        why, fix = "not published", "train them first: atoll launch"
+        if not absent:
+            why, fix = "in quarantine", "train them anew, without their run/ and expert/, then take them out"
+        of = f"the student learns from all experts, and of {len(experts)} in {store.location} these are"
+        raise PartitionError(f"{of} {why}: {', '.join(map(str, lacking))}", fix)
     cards = {run.folder: Checkpoint(store, run.network).card for run in experts}
     for run in experts:
         check_place(cards[run.folder], run.name, run.folder)
     if "router" in Run("student").kind.needs(config):
         cards["router"] = Checkpoint.of_run(store, "router").card
+    for folder in cards if config.trusted else ():
+        Checkpoint(store, f"{folder}/expert").check_trusted(config.trusted)
     check_together(list(cards.values()))
     if cards[experts[0].folder].partition != plan.partition:
         what = f"the experts in {store.location} were made for another partition than the student"
