@@ -21,6 +21,7 @@ from atoll.export.ensemble import ExportRequest, export_campaign
 from atoll.export.stock import export_stock
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.folder import README
+from atoll.model.model_card import listed
 from atoll.model.opened import output_folder, select_experts
 from atoll.networks.families import family
 from atoll.networks.lora import DOWN, UP, is_change
@@ -87,15 +88,17 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     if request.model != "ensemble" or request.key is not None:
         raise ConfigError("--lora goes without --model and --sign", "leave them out")
     parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
-    left_out, keys = campaign.config.quarantine, campaign.config.trusted
-    there = [number for number, part in enumerate(parts) if part.published and number not in left_out]
-    if not there:
+    if not (there := [number for number, part in enumerate(parts) if part.published]):
         raise PartitionError(f"{store.location} has no expert yet", "train first: atoll launch")
-    rows, chosen = list[dict[str, Any]](), select_experts(request.experts, there)
-    for number in chosen if keys else ():
-        parts[number].check_trusted(keys)
+    rows, named = list[dict[str, Any]](), select_experts(request.experts, there)
+    left_out = [number for number in named if number in campaign.config.quarantine]
+    chosen = [number for number in named if number not in left_out]
+    if left_out and (request.experts != "auto" or not chosen):
+        raise ConfigError(f"experts {listed(left_out)} are in quarantine", "name others: --experts")
+    for number in chosen if campaign.config.trusted else ():
+        parts[number].check_trusted(campaign.config.trusted)
     if len({parts[number].card.provenance.get("initial_weights") for number in chosen}) > 1:
-        raise ConfigError("the experts started from several networks", "name one of them: --experts")
+        raise ConfigError("the experts started from several networks", "name those of one network: --experts")
     changes = [low_rank(parts[number], rank) for number in chosen]  # all, before anything is written
     first = parts[chosen[0]].card
     native = hasattr(kind := family(first.family).network_class(), "load_lora_adapter")

@@ -44,7 +44,7 @@ def push_folder(folder: Path, name: str, private: bool | None = None, **options:
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         # What an earlier export had would lie beside what no longer names it, encoders against their licence.
         parts = {*OTHERS, *(part.name for part in folder.iterdir() if part.is_dir())}
-        stale = [*(f"{name}/*" for name in sorted(parts)), f"*{SIGNATURE}"]
+        stale = [*(f"{name}/*" for name in sorted(parts)), "expert-*/*", f"*{SIGNATURE}"]
         options = {"commit_message": "Upload AtollPipeline", "delete_patterns": stale, **options}
         return api.upload_folder(repo_id=name, folder_path=folder, **options)
 
