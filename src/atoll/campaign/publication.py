@@ -56,8 +56,10 @@ def promote(store: Store, log: Log) -> None:
                 if file.path != CARD:
                     store.copy(f"{source}/{file.path}", f"expert/{file.path}")
                     read_file(store, "expert", file)
-            card = next(file for file in entry.files if file.path == CARD)
-            store.create(f"expert/{CARD}", read_file(store, source, card))
+            card = read_file(store, source, next(file for file in entry.files if file.path == CARD))
+            if key := os.environ.get(KEY):  # before the card: once that is there nobody comes back to sign
+                sign(store, "expert", {file.path: file.sha256 for file in entry.files}, Path(key))
+            store.create(f"expert/{CARD}", card)
     except StoreError as error:
         # A conflict is with another process, which copied the same bytes meanwhile.
         if not store.exists(f"expert/{CARD}"):
@@ -65,9 +67,6 @@ def promote(store: Store, log: Log) -> None:
                 fix = f"restore it, or remove {store.name('run')} too to train it again"
                 raise StoreError(f"{store.name('expert')} was published, and is gone", fix) from None
             raise
-    if key := os.environ.get(KEY):
-        check_published(store)  # nobody signs what another put there
-        sign(store, "expert", {file.path: file.sha256 for file in entry.files}, Path(key))
     _remove_exports(store)
 
 
