@@ -221,12 +221,12 @@ class Observer:
             status.host = holder.host or holder.holder
         if (end := history.last("acquire", "damaged", "release", "publish")) is not None:
             last = end[0]
-            if last.kind == "publish":
+            if last.kind == "publish" and run.published(store):
                 status.state = "published"
             elif last.kind == "release":
                 status.state = "failed" if last.reason == "failed" else "left"
                 status.step, status.error = last.step, last.error
-            else:  # what is damaged may be an acquire
+            else:  # what is damaged may be an acquire, and what is published not yet, or no more, be there
                 status.state = "training"
         if (commit := history.last_commit()) is not None:
             entry, key = commit
@@ -263,7 +263,7 @@ class Observer:
             status.phase = status.error = None
             if (publish := history.last("publish")) is not None:
                 status.step = publish[0].step
-                status.train_flops *= bool(status.step)  # nothing is trained of one that was adopted
+                status.train_flops *= status.step > 0  # adopted: nothing is trained, nor left to train
                 status.published_bytes = sum(file.bytes for file in publish[0].files)
             else:
                 status.step = status.steps
