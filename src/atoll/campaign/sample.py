@@ -59,7 +59,6 @@ def sample_campaign(
     Prompts are texts, or class labels as numbers; none for an unconditional model. `name` is `ensemble`,
     `monolith`, `student` or `pretrain`.
     """
-    campaign.config.sampling.routing.check(campaign.config.partition.k)
     for place in out:  # said before the work, not after it
         picture_place(place)
     model = campaign_model(campaign, name, named_device(device))

@@ -245,6 +245,8 @@ class CampaignConfig(Config):
                 what = "data.source: the weights differ, but rows are drawn without weights"
                 raise ConfigError(what, "set data.weighted=true, or leave out the weights")
         self.sampling.routing.check(self.partition.k, pretrained=bool(self.budget.pretrain))
+        if self.sampling.routing.needs_labels:
+            raise ConfigError("sampling.routing 'oracle' needs known clusters", "use compare.strategies")
         for names in (self.compare.strategies, self.compare.sweep, self.diagnose.strategies):
             for name in names or ():
                 Routing.named(name)
@@ -258,15 +260,11 @@ class CampaignConfig(Config):
                 continue
             if self.origin or (not self.budget.pretrain and network.init == "scratch"):
                 start = "set budget.pretrain above 0 or network.init to a checkpoint"
-                raise ConfigError(
-                    "network.lora changes a network that all experts share, and there is none",
-                    f"leave origin out, and {start}" if self.origin else start,
-                )
+                what = "network.lora changes a network that all experts share, and there is none"
+                raise ConfigError(what, f"leave origin out, and {start}" if self.origin else start)
             if network.whole != self.network.whole:
-                raise ConfigError(
-                    f"islands.{number}.network: with network.lora all experts change one network",
-                    f"leave it out, or set islands.{number}.network: {{lora: null}} too",
-                )
+                what = f"islands.{number}.network: with network.lora all experts change one network"
+                raise ConfigError(what, f"leave it out, or set islands.{number}.network: {{lora: null}} too")
         return self
 
     @model_validator(mode="after")
@@ -297,10 +295,8 @@ class CampaignConfig(Config):
             )
         # Signatures are of what is published. A checkpoint would get into the ensemble unsigned.
         if share < 1 and self.trusted:
-            raise ConfigError(
-                "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack",
-                "set sampling.guide_share=1",
-            )
+            what = "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack"
+            raise ConfigError(what, "set sampling.guide_share=1")
         return self
 
     @model_validator(mode="after")

@@ -48,9 +48,14 @@ class ParallelConfig(Config):
     """Seconds after which a collective operation fails."""
 
     def decided(self, cpu: bool, flops: float) -> Self:
-        """The same without `auto`, for a device that has so many FLOPs to do."""
+        """The same without `auto`, for a device that has so many FLOPs; `ConfigError` without a compiler."""
+        compilers = (os.environ.get("CXX", "g++"),) if cpu else (os.environ.get("CC", "gcc"), "clang")
+        able = any(map(which, compilers))
+        if self.compile is True and not able:
+            what = f"train.parallel.compile needs {' or '.join(compilers)}, which is not here"
+            raise ConfigError(what, "install it, or set it to auto")
         # An H100 computes for five minutes then: it compiles for one, and saves one in four.
-        long = not cpu and flops >= 1e17 and any(map(which, (os.environ.get("CC", "gcc"), "clang")))
+        long = not cpu and flops >= 1e17 and able
         return self if self.compile != "auto" else self.model_copy(update={"compile": long})
 
 
@@ -171,10 +176,7 @@ class StudentConfig(Config):
             what = f"student.residency.dtype: no teacher answers by {self.residency.dtype}"
             raise ConfigError(what, "set student.residency.experts, if memory is short")
         if "batch" in self.train:
-            raise ConfigError(
-                "student.train.batch: the student's batch is a share of train.batch",
-                "set student.batch_share",
-            )
+            raise ConfigError("student.train.batch: it is a share of train.batch", "set student.batch_share")
         return self
 
     def origin(self) -> tuple[Start, int | None]:
@@ -202,10 +204,8 @@ class StudentConfig(Config):
     def batch(self, monolith: int) -> int:
         """Samples per step beside a monolith's batch; `ConfigError` if there are none."""
         if monolith * self.batch_share < 1:
-            raise ConfigError(
-                f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one",
-                "raise one of them",
-            )
+            what = f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one"
+            raise ConfigError(what, "raise one of them")
         return round(monolith * self.batch_share)
 
 
