@@ -323,7 +323,7 @@ def _told(do: Callable[[], Any], fatal: bool) -> Any:
     except StoreError as error:
         if fatal or isinstance(error, Fenced):
             raise
-        say(f"warning: a checkpoint could not be saved, the next one is tried when it is due: {error}")
+        say(f"warning: a checkpoint could not be saved: {error}")  # the next one, if any, makes up for it
         return None
 
 
