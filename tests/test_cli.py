@@ -114,6 +114,7 @@ def test_a_new_campaign_where_there_is_something(run: Run, made: Path, tmp_path:
         ("network.patch=0", ["'network.patch'"]),
         ("network.size=nanno", ["unknown network size 'nanno'", "did you mean 'nano'?"]),
         ("sampling.routing=onze", ["no routing 'onze'", "did you mean 'once'?"]),
+        ("sampling.routing=oracle", ["needs known clusters", "compare.strategies"]),
         ("sampling.routing=top1", ["did you mean 'top-1'? valid: full, top-K, threshold(P), "]),
         ("train.betas=[0.9]", ["'train.betas.1' in the new campaign is missing: give it a value"]),
         ("compare.strategies=[top]", ["'top'"]),

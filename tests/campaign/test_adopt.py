@@ -78,6 +78,7 @@ def test_it_joins_a_trained_expert(campaign: Campaign, tmp_path: Path, run: Run)
     assert one.state == "published" and one.error is None and one.step == 0 == one.train_flops
     assert run("report", folder).code == 0
     shutil.rmtree(folder / "islands/0/expert")
+    assert Observer(campaign).read().runs[0].state == "training", "as before the network was copied there"
     refused(run("adopt", folder, there, "--expert", "0"), "expert 0 has begun to train")
     shutil.rmtree(folder / "islands/0/run")
     assert run("adopt", folder, there, "--expert", "0").code == 0

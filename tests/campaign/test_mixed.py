@@ -1,8 +1,6 @@
 """Experts of several families, sizes, schedules and predictions in one campaign, from training to picture."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from atoll.report.facts import Facts
 from atoll.report.page import summary
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Run, atoll, environment, partitioned, write_campaign
+from helpers import Run, atoll, partitioned, python, write_campaign
 
 TEXT: dict[str, Any] = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 12}}
 NOISE = {"schedule": "vp-cosine", "prediction": "eps"}
@@ -42,10 +40,8 @@ def test_sharded_over_processes_it_learns_the_same(name: str, tmp_path: Path) ->
     train_run(one, "expert", 0)
     argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "atoll", "train"]
     argv += ["expert", str(tmp_path / "two"), "--expert", "0", "--set", "train.parallel.strategy=fsdp"]
-    sharded = subprocess.run(
-        [sys.executable, *argv], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert sharded.returncode == 0, sharded.stderr
+    said = (sharded := python(*argv)).communicate()
+    assert sharded.returncode == 0, said
     plain, parts = (load_file(tmp_path / n / "islands/0/expert" / WEIGHTS) for n in ("one", "two"))
     assert plain.keys() == parts.keys() and ("pos_embed.pos_embed" in plain) == (name == "sd3")
     assert max(float((plain[key] - parts[key]).abs().max()) for key in plain) < 1e-4

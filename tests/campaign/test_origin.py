@@ -206,9 +206,8 @@ def test_another_origin_is_refused_before_any_work(
     tree = merged(tree, {"data": {"source": str(other)}})
     (tmp_path / "b/campaign.yaml").write_text(yaml.safe_dump(tree))
     refused(run("data", "prepare", tmp_path / "b"), "data.source is", str(other))
-    made = partitioned(
-        tmp_path / "made", {"data": {**tree["data"]}, "condition": "text", "network": {"family": "pixart"}}
-    )
+    text = {"condition": "text", "network": {"family": "pixart"}}
+    made = partitioned(tmp_path / "made", {"data": {**tree["data"]}, **text})
     tree = merged(tree, {"data": {**dataset, "path": made.data_store().location}})
     (tmp_path / "b/campaign.yaml").write_text(yaml.safe_dump(tree))
     refused(run("partition", tmp_path / "b"), "is of another source than the data of")

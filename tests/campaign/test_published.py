@@ -318,9 +318,8 @@ def test_an_export_is_the_pipeline_with_all_of_its_encoders(name: str, tmp_path:
     # What README.md says, as it stands.
     program = re.findall(r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL)[0]
     picture = tmp_path / "one.png"
-    program = program.replace('"out"', repr(str(tmp_path / "out"))).replace(
-        '"picture.png"', repr(str(picture))
-    )
+    for name, path in (("out", tmp_path / "out"), ("picture.png", picture)):
+        program = program.replace(f'"{name}"', repr(str(path)))
     exec(compile(program, "README.md", "exec"), {"__name__": "stranger"})
     with Image.open(picture) as drawn:
         assert drawn.size == (SIZE, SIZE)

@@ -242,15 +242,13 @@ def test_text_encoded_in_training_trains_the_same_weights(tmp_path: Path) -> Non
     changes = {"condition": "text", "network": {"family": "pixart"}, "router": {"sees_condition": True}}
     cards = []
     for precompute in (True, False):
-        folder = assembled(
-            tmp_path / str(precompute), merged(changes, {"data": {"precompute_text": precompute}})
-        )
+        own = merged(changes, {"data": {"precompute_text": precompute}})
+        folder = assembled(tmp_path / str(precompute), own)
         columns = {path.name for path in folder.glob("islands/*/data/columns/*")}
         assert columns == {"latents", "split", "text" if precompute else "tokens"}
         store = Store.open(folder)
-        cards.append(
-            [Checkpoint(store, f"{name}/expert").card for name in ("islands/0", "islands/1", "router")]
-        )
+        names = ("islands/0", "islands/1", "router")
+        cards.append([Checkpoint(store, f"{name}/expert").card for name in names])
     for stored, encoded in zip(*cards, strict=True):
         assert (stored.weights_sha256, stored.text) == (encoded.weights_sha256, encoded.text)
     run("compare", folder, "--set", "evaluate.samples=8", "--set", "evaluate.components=4")

@@ -173,9 +173,8 @@ def own_pictures(
     student = Checkpoint(Campaign.open(folder).store, "student/expert").expert()
     assert student.card is not None
     shape = student.card.shape
-    noise = torch.randn(
-        (1, shape.channels, shape.size, shape.size), generator=torch.Generator().manual_seed(0)
-    )
+    sides = 1, shape.channels, shape.size, shape.size
+    noise = torch.randn(sides, generator=torch.Generator().manual_seed(0))
     how = Generation(steps=STEPS, shift=SHIFT, guidance=guidance)
     sampler = Sampler(Bank([student]), cond, null, Row.each(how, [0]), noise)
     plain = sampler.run()

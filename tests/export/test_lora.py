@@ -122,7 +122,7 @@ def test_what_is_no_change_is_refused(tmp_path: Path, run: Run) -> None:
     settings = tmp_path / "c/campaign.yaml"
     written = settings.read_text()
     settings.write_text(f"{written}\nquarantine: [0]\n")
-    refused(run(*words, "2"), "no expert yet")
+    refused(run(*words, "2"), "experts 0 are in quarantine")
     settings.write_text(f"{written}\ntrusted: ['{key_pair(tmp_path / 'key')[1]}']\n")
     refused(run(*words, "2"), "expert is unsigned")
     settings.write_text(written)

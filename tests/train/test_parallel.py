@@ -47,7 +47,7 @@ def test_more_processes_than_samples_are_refused() -> None:
         ("auto", False, 2e17, "", False),
         ("auto", False, 9e16, "gcc", False),
         ("auto", True, 1e20, "gcc", False),
-        (True, True, 0.0, "", True),
+        (True, True, 0.0, "g++", True),
         (False, False, 1e20, "gcc", False),
     ],
 )
@@ -60,6 +60,9 @@ def test_auto_compiles_where_a_gpu_has_enough_to_do_and_something_compiles(
     monkeypatch.setattr(network, "compile", lambda: done.append(True))
     StepSharding(network, ParallelConfig(compile=compile).decided(cpu, flops), ProcessGroup(), 2)
     assert done == [True] * compiles
+    monkeypatch.setattr(train, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"compile needs g\+\+.* is not here: install it"):
+        ParallelConfig(compile=True).decided(True, flops)
 
 
 @pytest.mark.parametrize("name", TAKES_TEXT)

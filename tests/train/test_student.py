@@ -1,6 +1,7 @@
 """The student as a stage: planned, launched after the experts, seen by status, sampled and compared."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.runs import RunPlan
 from atoll.campaign.status import Observer
 from atoll.launch.submit import plan_jobs
-from helpers import command, merged, partitioned, refused, write_campaign
+from helpers import Run, merged, partitioned, refused, write_campaign
 
 CHANGES = {"student": {"stock": False, "train": {"validations": 1}}}
 
@@ -34,34 +35,32 @@ def test_a_routed_student_waits_for_the_router_too(tmp_path: Path) -> None:
     assert "student" not in jobs["assemble"].needs  # the ensemble does without
 
 
-def test_status_and_plan_show_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_and_plan_show_it(copy: Path, run: Run) -> None:
     status = Observer(Campaign.open(copy)).read()
     (student,) = [run for run in status.runs if run.role == "student"]
     assert student.state == "waiting" and student.steps == 40 and student.batch == 4
-    answer = command(capsys, "plan", copy, "--json")
+    answer = run("plan", copy, "--json")
     plan = json.loads(answer.out)
     monolith = plan["monolith"]["train_flops"]
     assert plan["student"]["train_flops"] / monolith == pytest.approx(0.337, abs=0.005)
     assert plan["student"]["memory"]["beside"] == 2 * 4 * plan["student"]["parameters"]
     assert plan["total"]["train_flops"] == pytest.approx(monolith, rel=0.1)
-    text = command(capsys, "plan", copy).out
+    text = run("plan", copy).out
     assert "student, after them" in text and "the monolith and the student too" in text
     assert max(map(len, text.splitlines())) <= 100
-    small = command(capsys, "plan", copy, "--set", "student.residency.experts=1", "--json")
+    small = run("plan", copy, "--set", "student.residency.experts=1", "--json")
     assert json.loads(small.out)["student"]["memory"]["beside"] == 2 * 4 * plan["student"]["parameters"]
     kept = ["--set", "student.residency.experts=1", "--set", "student.residency.prefetch=false"]
-    alone = json.loads(command(capsys, "plan", copy, *kept, "--json").out)
+    alone = json.loads(run("plan", copy, *kept, "--json").out)
     assert alone["student"]["memory"]["beside"] == 4 * plan["student"]["parameters"]
 
 
-def test_a_student_is_added_to_a_campaign_that_began_without_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_student_is_added_to_a_campaign_that_began_without_one(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "c"
     before = partitioned(folder)
-    refused(command(capsys, "train", "student", folder), "has no student", "student: {}")
+    refused(run("train", "student", folder), "has no student", "student: {}")
     frozen = (folder / "campaign.json").read_bytes()
-    answer = command(capsys, "partition", folder, "--set", "student={stock: false, step_share: 0.5}")
+    answer = run("partition", folder, "--set", "student={stock: false, step_share: 0.5}")
     assert answer.code == 0 and "student: 20 steps of 4" in answer.out, answer
     assert (folder / "campaign.json").read_bytes() == frozen
     campaign = Campaign.open(folder)  # which knows it now, without being told again
@@ -70,24 +69,33 @@ def test_a_student_is_added_to_a_campaign_that_began_without_one(
     assert (made.rows, made.shape) == (monolith.rows, monolith.shape)
     files = [before.store.get_json(f"{role}/data/manifest.json") for role in ("student", "monolith")]
     assert files[0]["shards"] == files[1]["shards"]
-    write_campaign(folder, {"student": {"stock": False, "step_share": 0.25}})
-    refused(command(capsys, "status", folder), "student.step_share is 0.25", "started with 0.5")
-    again = command(capsys, "train", "student", folder, "--set", "student.step_share=0.5")
-    refused(again, "these are not published: 0, 1")
+    refused(run("train", "student", folder), "these are not published: 0, 1")
+    for setting in ("student.step_share=0.25", "student.train.lr=0.5"):
+        refused(run("train", "student", folder, "--set", setting), setting[:-5], "started with", "student/")
+
+
+def test_what_was_set_of_a_student_goes_with_its_folder(tmp_path: Path) -> None:
+    folder = write_campaign(tmp_path / "c", {"student": {"stock": False}})
+    campaign = Campaign.open(folder, ["student.guidance=2", "seed=4"])
+    campaign.freeze()
+    campaign.freeze_student()
+    assert Campaign.open(folder).overrides == ("seed=4", "student.guidance=2")
+    shutil.rmtree(folder / "student")
+    assert Campaign.open(write_campaign(folder)).config.student is None
 
 
 @pytest.mark.slow
-def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_way_with_a_student(tmp_path: Path, run: Run) -> None:
     """Launched, sampled, compared, reported."""
     changes = merged(CHANGES, {"compare": {"strategies": ["top-1"], "samples": 12}})
     folder = write_campaign(tmp_path / "c", changes)
-    answer = command(capsys, "launch", folder)
+    answer = run("launch", folder)
     assert answer.code == 0 and (folder / "student/expert/card.json").exists(), answer
     out = tmp_path / "student.png"
-    refused(command(capsys, "sample", folder, "5", "--model", "student", "--out", out), "no class label")
-    answer = command(capsys, "sample", folder, "1", "--model", "student", "--out", out)
+    refused(run("sample", folder, "5", "--model", "student", "--out", out), "no class label")
+    answer = run("sample", folder, "1", "--model", "student", "--out", out)
     assert answer.code == 0 and answer.out.rstrip().endswith("student") and out.exists(), answer
-    assert command(capsys, "compare", folder).code == 0
+    assert run("compare", folder).code == 0
     found = json.loads((folder / "reports/compare.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["monolith", "student", "top-1"]
     monolith, student = found["train_flops"]["monolith"], found["train_flops"]["student"]
@@ -96,7 +104,7 @@ def test_the_whole_way_with_a_student(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["parts"]["student"] == card["weights_sha256"]
     assert found["rows"][1]["gflops_per_step"] == pytest.approx(card["forward_flops"] / 1e9)
     assert (folder / "reports/compare/student/00.png").exists()
-    assert command(capsys, "compare", folder).out.startswith("compare: finished already")
-    assert command(capsys, "report", folder).code == 0
+    assert run("compare", folder).out.startswith("compare: finished already")
+    assert run("report", folder).code == 0
     status = Observer(Campaign.open(folder)).read()
     assert status.finished and len(status.runs) == 5
