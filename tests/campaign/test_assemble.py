@@ -117,7 +117,11 @@ def test_an_expert_in_quarantine_is_left_out(folder: Path, capsys: pytest.Captur
     assert command(capsys, "assemble", folder, "--quarantine", "1").code == 0
     assert load_ensemble(folder).missing == (1,)
     assert "experts 0, 1, 2 of 3" in said(capsys, folder)
-    assemble(Campaign.open(folder, ["quarantine=[0, 2]"]))
+    settings = folder / "campaign.yaml"
+    settings.write_text(settings.read_text() + "\nquarantine: [0, 2]\n")
+    for argv in (["sample", folder, "0"], ["export", folder, "--to", folder.parent / "b"]):
+        refused(command(capsys, *argv), "holds experts 0, 2, which are in quarantine: assemble it without")
+    assemble(Campaign.open(folder))
     assert load_ensemble(folder).missing == (0, 2)
     refused(command(capsys, "assemble", folder, "--quarantine", "x"), "--quarantine 'x' is no list of")
     for numbers in ([3], [0, 1, 2]):

@@ -182,9 +182,8 @@ def test_restarts_and_what_they_cost(copy: Path) -> None:
 def test_damage_is_told_and_hides_nothing(copy: Path, run: Run) -> None:
     held(copy)
     (copy / "islands/0/run/log/000001.json").write_text("{torn")
-    (copy / "islands/0/run/heartbeat.json").write_text(
-        '{"holder": "far-1-abcdef", "step": "\\u001b", "loss": NaN}'
-    )
+    odd = '{"holder": "far-1-abcdef", "step": "\\u001b", "loss": NaN}'
+    (copy / "islands/0/run/heartbeat.json").write_text(odd)
     (copy / "islands/1/island.json").write_text("{torn")
     said = run("status", copy)
     assert said.code == 1 and "\x1b" not in said.out

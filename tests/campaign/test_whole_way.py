@@ -152,9 +152,8 @@ def test_the_comparison_says_what_it_measured(compared: dict, whole: Path) -> No
     assert metric["name"] == "efficientnet-lite2" and len(metric["hash"]) == 64
     assert metric["samples"] == 24 and not metric["same_features_as_partition"]
     assert metric["reference_rows"] == len(Campaign.open(whole).dataset().split("heldout"))
-    assert compared["train_flops"]["experts"] + compared["train_flops"]["router"] == pytest.approx(
-        compared["train_flops"]["monolith"], rel=0.01
-    )
+    flops = compared["train_flops"]
+    assert flops["experts"] + flops["router"] == pytest.approx(flops["monolith"], rel=0.01)
     for name in [row["name"] for row in compared["rows"]] + ["data"]:
         assert len(list((whole / "reports/compare" / name).glob("*.png"))) == 4
     assert {name: np.shape(trace) for name, trace in compared["routing"].items()} == dict.fromkeys(

@@ -99,9 +99,8 @@ def test_a_campaign_is_drawn_from_stored_weights(name: str, trained: Path) -> No
 def test_images_beyond_the_bound_are_refused(trained: Path, run: Run, tmp_path: Path) -> None:
     sets = ("--set", "sampling.residency.dtype=fp8", "--set", "sampling.residency.bound=0.0000001")
     out = ("--out", tmp_path / "x.png")
-    line = refused(
-        run("sample", trained, "0", *sets, *out), "fp8", "residency.keep=[", "over residency.bound"
-    )
+    said = run("sample", trained, "0", *sets, *out)
+    line = refused(said, "fp8", "residency.keep=[", "over residency.bound")
     assert not (tmp_path / "x.png").exists()
     kept = line.split("residency.keep=[")[1].split("]")[0]
     assert kept.split(",")[0] in stored_layers(Model.load(trained).bank.experts[0].network)

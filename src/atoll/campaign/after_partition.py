@@ -59,10 +59,8 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
             raise DataError(f"{dataset.store.location} has no column {name!r}", fix)
         features = dataset.column(name)
         if features.meta.producer != own_data.column(name).meta.producer:
-            raise DataError(
-                f"column {name!r} of {dataset.store.location} is by another encoder or of another size",
-                "embed it again with the campaign's partition.encoder and encoder_size",
-            )
+            what = f"column {name!r} of {dataset.store.location} is by another encoder or of another size"
+            raise DataError(what, "embed it again with the campaign's partition.encoder and encoder_size")
     clusters = partition.assign(dataset, features)
     dataset.write_values(COLUMN, {"name": "partition", "hash": partition.hash}, clusters.astype(np.int16))
 
@@ -215,10 +213,8 @@ def _write_islands(
             own = [key for part in ("run", "expert", *started) for key in store.list(f"{run.folder}/{part}")]
             keys, names = keys + own, names + [run.name] * bool(own)
     if keys and not retrain:
-        raise PartitionError(
-            f"{', '.join(names)} learned from rows that leave",
-            "add --retrain to remove what was trained, and train it again",
-        )
+        what = f"{', '.join(names)} learned from rows that leave"
+        raise PartitionError(what, "add --retrain to remove what was trained, and train it again")
     if keys:
         store.delete(*keys, *store.list("ensemble"))
         say(f"removed, to be trained again: {', '.join(names)}; reports are of what was there before")

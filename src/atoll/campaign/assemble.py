@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from atoll.base.console import say
-from atoll.base.errors import PartitionError, StoreError
+from atoll.base.errors import ConfigError, PartitionError, StoreError
 from atoll.base.hashing import sha256
 from atoll.campaign.card_facts import model_card_facts
 from atoll.campaign.folder import Campaign
@@ -16,6 +16,7 @@ from atoll.model.folder import (
     MODEL_INDEX,
     SCHEDULER,
     FolderWriter,
+    Manifest,
     defaults,
     hashers,
     part_of,
@@ -86,6 +87,15 @@ def assemble(
     say(f"ensemble: experts {listed(numbers)} of {k} and the router")
     warn_of_missing(missing)
     return missing
+
+
+def assembled_manifest(campaign: Campaign) -> Manifest:
+    """What `ensemble/` holds; `ConfigError` for experts that are in quarantine by now."""
+    manifest = read_manifest(campaign.store)
+    if held := sorted({*manifest.experts} & {*campaign.config.quarantine}):
+        what = f"ensemble/ of {campaign.store.location} holds experts {listed(held)}, which are in quarantine"
+        raise ConfigError(what, "assemble it without them: atoll assemble")
+    return manifest
 
 
 def warn_of_missing(missing: Sequence[int]) -> None:

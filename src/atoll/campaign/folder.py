@@ -198,10 +198,8 @@ class Campaign:
         # Where the weights are others by now, so are the sizes; what that means is for the stages to say.
         sizes = np.bincount(partition.clusters[dataset.split("train")], minlength=partition.k)
         if partition.weighs_as(dataset) and sizes.tolist() != partition.sizes:
-            raise PartitionError(
-                f"{dataset.store.location} was split again after the partition of this campaign",
-                "start a new campaign with it",
-            )
+            what = f"{dataset.store.location} was split again after the partition of this campaign"
+            raise PartitionError(what, "start a new campaign with it")
         return dataset, partition
 
     def has_dataset(self, column: str = "") -> bool:

@@ -120,10 +120,8 @@ def publish_initial(
     def check_origin() -> None:
         initial = InitialWeights.read(store, f"{FOLDER}/{MANIFEST}")
         if (initial.kind, initial.origin) != (kind, origin):
-            raise PartitionError(
-                f"{store.name(FOLDER)} holds initial weights of another {_KINDS[kind][0]}",
-                "remove it, and run/ and expert/ beside it, to start the run anew",
-            )
+            what = f"{store.name(FOLDER)} holds initial weights of another {_KINDS[kind][0]}"
+            raise PartitionError(what, "remove it, and run/ and expert/ beside it, to start the run anew")
 
     if store.exists(f"{FOLDER}/{MANIFEST}"):
         check_origin()
@@ -304,10 +302,8 @@ def copy_initial_weights(campaign: Campaign) -> None:
     for number, run in enumerate(experts_of(campaign.config.partition.k)):
         plan = RunPlan.read(store, run.plan)
         if plan.partition != card.partition:
-            raise PartitionError(
-                f"pretrain/ in {store.location} is of another partition than expert {number}",
-                "put its own back",
-            )
+            what = f"pretrain/ in {store.location} is of another partition than expert {number}"
+            raise PartitionError(what, "put its own back")
         network = initial_network(campaign.config.island(number)[0], plan.shape, plan.init_seed)
         island, whose = store.sub(run.folder), "shared pretraining"
         fit = publish_initial(island, network, "pretrain", origin, plan.partition, weights, whose)

@@ -8,13 +8,13 @@ import torch
 
 from atoll.base.console import say
 from atoll.base.pictures import grid, png
-from atoll.campaign.assemble import warn_of_missing
+from atoll.campaign.assemble import assembled_manifest, warn_of_missing
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.export.call import quiet_loading
 from atoll.export.encoders import Copied, by_name, check_encoders, copy_encoders
 from atoll.export.pipeline import AtollPipeline
-from atoll.model.folder import FolderWriter, defaults, read_manifest
+from atoll.model.folder import FolderWriter, defaults
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
 from atoll.store.manifest import entry_of
@@ -65,7 +65,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     store, root = campaign.store, output_folder(request.to)
     if request.key is not None:
         check_key(request.key)  # a wrong one is told now
-    manifest = read_manifest(store)
+    manifest = assembled_manifest(campaign)
     chosen = select_experts(request.experts, manifest.experts)
     facts = model_card_facts(campaign, manifest.parts)
     facts |= {"licence": request.licence} if request.licence else {}

@@ -144,8 +144,6 @@ class DiagnoseConfig(Config):
         for name in self.strategies or ():
             # Traces show what the router does, and `oracle` never asks it.
             if Routing.named(name).needs_labels:
-                raise ConfigError(
-                    "diagnose.strategies: oracle is told the cluster, so there is nothing to trace",
-                    "leave it out",
-                )
+                what = "diagnose.strategies: oracle is told the cluster, so there is nothing to trace"
+                raise ConfigError(what, "leave it out")
         return self
