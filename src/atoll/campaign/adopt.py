@@ -110,7 +110,7 @@ def adopt(
     # As a run publishes: through the island's log, so that nobody trains it meanwhile or after.
     log = Log(store.sub("run"), new_holder())
     if not acquire(log, LeaseConfig()):
-        raise PartitionError(f"expert {island} was published meanwhile", "look at atoll status")
+        raise PartitionError(f"expert {island} was published meanwhile", "finish that: atoll train expert")
     publish_network(
         log.store, log, 0, lambda run, prefix: Checkpoint(run, prefix).write(network, weights, card)
     )

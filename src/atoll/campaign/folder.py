@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.partition import Partition
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
-NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder")
-NETWORKS += ("compare.extractor", "evaluate.extractor", "diagnose.extractor")
+EXTRACTORS = tuple(f"{stage}.extractor" for stage in ("compare", "evaluate", "diagnose"))
+NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder", *EXTRACTORS)
 """Settings that name networks, which may be folders."""
 
 
@@ -347,8 +347,8 @@ def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
     if isinstance(known, str) and Path(known).parts[-len(tail) :] == tail:
         return known
     # What these mean, whatever folders there are.
-    words = ("", "efficientnet-lite0", "efficientnet-lite2", "minilm", "none", "null", "scratch")
-    words += ("inception", "pixels")
+    words = {"", "efficientnet-lite0", "efficientnet-lite2", "minilm", "none", "null", "scratch"}
+    words |= {"inception", "pixels"}
     there = {n: beside / expanded(n) for n in names if n not in words and exists(beside / expanded(n))}
     return JOIN.join(str(local_path(there[name])) if name in there else name for name in names)
 
