@@ -1,7 +1,8 @@
 """The one family of exceptions a user can cause, and how a wrong name is answered."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 INTERRUPTED = 75
 """Exit code of a run that was told to leave, saved its state and can be resumed (EX_TEMPFAIL)."""
@@ -47,6 +48,16 @@ def first_line(error: BaseException) -> str:
     """The first line of a message, or the error's name: libraries go on for a page."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Imports inside are of packages that an extra installs; `ConfigError` says so where one is not here."""
+    try:
+        yield
+    except ImportError as error:
+        fix = f"install the extra: pip install -e '.[{name}]' in the checkout"
+        raise ConfigError(f"{what} ({first_line(error)})", fix) from None
 
 
 def nearest(name: str, names: Iterable[str], forms: Sequence[str] = ()) -> str:

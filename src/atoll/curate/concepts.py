@@ -23,7 +23,7 @@ from pyarrow import csv
 from torch import Tensor
 
 from atoll.base.console import Progress
-from atoll.base.errors import ConfigError, DataError, first_line
+from atoll.base.errors import ConfigError, DataError, extra, first_line
 from atoll.base.format import File
 from atoll.base.hashing import digest, sha256
 from atoll.base.part import Part
@@ -138,11 +138,8 @@ class Vocabulary(File):
 
 def package(name: str) -> Any:
     """A package of the extra `concepts`; `ConfigError` without it."""
-    try:
+    with extra("concepts", f"concepts need the package {name}"):
         return import_module(name)
-    except ImportError:
-        fix = "install the extra: pip install -e '.[concepts]' in the checkout"
-        raise ConfigError(f"concepts need the package {name}", fix) from None
 
 
 @lru_cache(maxsize=1 << 18)

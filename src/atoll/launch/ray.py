@@ -17,18 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from atoll.base.console import say
-from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, first_line
+from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, extra, first_line
 from atoll.base.format import code_version
 from atoll.base.hashing import sha256
 from atoll.base.text import many
 from atoll.launch.job import Job, Site
 from atoll.launch.local import GRACE, caught_signals
 
-try:
+with extra("ray", "Ray is not installed here"):
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError:
-    raise AtollError("ray is not installed here", "pip install -e '.[ray]' in the checkout") from None
 
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, True, False, False
 NAMESPACE = "atoll"

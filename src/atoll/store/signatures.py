@@ -16,7 +16,7 @@ from posixpath import join, relpath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.base.errors import AtollError, ConfigError, StoreError, first_line
+from atoll.base.errors import AtollError, ConfigError, StoreError, extra, first_line
 from atoll.base.hashing import sha256
 from atoll.base.safe_parse import expanded, read_bytes
 from atoll.store.store import Store, regular
@@ -183,8 +183,6 @@ def _reached() -> Iterator[None]:
 
 def _library() -> Any:
     # Here, since it imports all of sigstore: a second.
-    try:
+    with extra("sign", "signatures need the package model-signing"):
         from model_signing import signing, verifying
-    except ImportError:
-        raise ConfigError("signatures need the package model-signing", "pip install -e '.[sign]'") from None
     return signing, verifying

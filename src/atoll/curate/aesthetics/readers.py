@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, interpolate
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import ConfigError, extra
 from atoll.curate.aesthetics.scale import Scale
 from atoll.encoders.image_text import chat_prompt, load_image_text
 from atoll.encoders.registry import weights_hash
@@ -107,11 +107,8 @@ class LanguageReader(nn.Module):
 
     def __init__(self, name: str, scale: Scale, device: str, rank: int = 8) -> None:
         super().__init__()
-        try:
+        with extra("vlm", "image-text models are trained by the package peft"):
             import peft
-        except ImportError:
-            fix = "install the extra: pip install -e '.[vlm]' in the checkout"
-            raise ConfigError("image-text models are trained by the package peft", fix) from None
         self.name, self.scale = name, scale
         model, self.processor = load_image_text(name)
         self._hash = weights_hash(model)

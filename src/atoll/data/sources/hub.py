@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, DataError, StoreError, first_line
+from atoll.base.errors import DataError, StoreError, extra, first_line
 from atoll.data.formats import Reject
 from atoll.data.settings import RowOptions
 from atoll.data.sources.files import Files, listed_files
@@ -66,10 +66,8 @@ def open_hub(text: str, options: RowOptions) -> Source:
     if commit is None and not Path(location).is_dir():
         raise DataError(f"there is no folder {location}", "check the path")
     place = f"{location}@{commit}" if commit else location
-    try:
+    with extra("hub", "hf:// sources need the package datasets"):
         import datasets
-    except ImportError:
-        raise ConfigError("hf:// sources need the package datasets", "pip install -e '.[hub]'") from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     # Without trust_remote_code: a repository that needs its own script is refused here.
