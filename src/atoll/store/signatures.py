@@ -103,9 +103,8 @@ def check_trusted(store: Store, folder: str, trusted: Collection[str], known: Ma
                     why = str(error).replace("\\", "").partition("mismatch: ")[2][2:].split(": Expected")[0]
                     why = why.removesuffix("']").removesuffix('"]')[:200] or first_line(error)[:200]
                     raise StoreError(f"{name} is not what its signature says ({why})", _FIX) from None
-    raise StoreError(
-        f"{name} is signed by {by}, which is not trusted or signed something else", "check the key"
-    )
+    what = f"{name} is signed by {by}, which is not trusted or signed something else"
+    raise StoreError(what, "check the key")
 
 
 class _Digests:

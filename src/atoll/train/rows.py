@@ -239,10 +239,8 @@ class Prefetcher:
                 if stop_requested:
                     return None
                 if time.monotonic() > deadline:
-                    raise DataError(
-                        f"the data of the step at sample {self.begin:,} did not come within {self.limit:g} s",
-                        "the store or disk hangs: mend it and run the same command again",
-                    ) from None
+                    what = f"the data of the step at sample {self.begin:,} did not come within {self.limit:g} s"
+                    raise DataError(what, "the store or disk hangs: mend it and run this again") from None
                 continue
             if isinstance(batch, BaseException):
                 raise batch
