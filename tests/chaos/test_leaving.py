@@ -74,7 +74,7 @@ def test_data_that_does_not_come(nursery: Nursery, copy: Path, reference: Path) 
     )
     assert stalled.wait(30) == 2
     (line,) = stalled.errors()
-    assert "the data of the step at sample " in line and "did not come within 1 s" in line
+    assert "data of the step at sample " in line and "did not come within 1 s" in line
     assert entries(run)[-1]["kind"] == "release" and entries(run)[-1]["reason"] == "failed"
     train_to_the_end(nursery, copy, 2)
     check_as_if_undisturbed(run, island(reference, 2))

@@ -447,11 +447,9 @@ def run_command(run: Callable[[], Any]) -> int:
     except Exception as error:
         # The traceback goes to a file; where none can be written, it is printed.
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", prefix="atoll-", suffix=".traceback", delete=False, encoding="utf-8"
-            ) as file:
+            number, written = tempfile.mkstemp(".traceback", "atoll-")
+            with open(number, "w", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
-            written = file.name
         except OSError:
             traceback.print_exc()
             written = "above"

@@ -239,7 +239,7 @@ class Prefetcher:
                 if stop_requested:
                     return None
                 if time.monotonic() > deadline:
-                    what = f"the data of the step at sample {self.begin:,} did not come within {self.limit:g} s"
+                    what = f"data of the step at sample {self.begin:,} did not come within {self.limit:g} s"
                     raise DataError(what, "the store or disk hangs: mend it and run this again") from None
                 continue
             if isinstance(batch, BaseException):
