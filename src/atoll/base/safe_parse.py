@@ -122,6 +122,5 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     try:
         return place.resolve()
     except (RuntimeError, OSError):
-        raise ConfigError(
-            f"links of {place} lead in a circle", "remove them, or name another place"
-        ) from None
+        what = f"links of {place} lead in a circle"
+        raise ConfigError(what, "remove them, or name another place") from None

@@ -151,9 +151,8 @@ def _gather(campaign: Campaign, quarantine: Collection[int]) -> tuple[int, dict[
             raise PartitionError(f"{store.location} has {lacking} yet", "train first: atoll launch")
     check_together(list(cards.values()))
     if cards[Run("router")].partition != partition.hash:
-        raise PartitionError(
-            f"the parts in {store.location} were made for another partition", "put their own back"
-        )
+        what = f"the parts in {store.location} were made for another partition"
+        raise PartitionError(what, "put their own back")
     for run, card in cards.items():
         check_place(card, run.name, run.folder)
         check_published(store.sub(run.folder))

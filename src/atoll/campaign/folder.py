@@ -192,9 +192,8 @@ class Campaign:
             raise PartitionError(f"{self.store.location} has no partition", "run 'atoll partition' first")
         dataset, partition = self.dataset(), partitions.load(self.store)
         if partition.about.data != dataset.id_hash:
-            raise PartitionError(
-                f"{dataset.store.location} is not the data set of this campaign", "put the right one back"
-            )
+            what = f"{dataset.store.location} is not the data set of this campaign"
+            raise PartitionError(what, "put the right one back")
         # Where the weights are others by now, so are the sizes; what that means is for the stages to say.
         sizes = np.bincount(partition.clusters[dataset.split("train")], minlength=partition.k)
         if partition.weighs_as(dataset) and sizes.tolist() != partition.sizes:

@@ -282,9 +282,8 @@ def with_initial_weights(network: nn.Module, plan: RunPlan, run: Store, name: st
             raise PartitionError(f"{where} was made for another {field} than this run's", fix)
     # Shared pretraining ends after the plan is written, so a plan may not know the weights yet.
     if plan.init_sha256 not in (None, initial.weights_sha256):
-        raise PartitionError(
-            f"{where} holds other initial weights than island.json names", "put its own back"
-        )
+        what = f"{where} holds other initial weights than island.json names"
+        raise PartitionError(what, "put its own back")
     take_over(network, read_tensors(blobs[WEIGHTS], f"{where}/{WEIGHTS}"), str(where))
     return plan.model_copy(update={"init_sha256": initial.weights_sha256, "init_origin": initial.origin})
 

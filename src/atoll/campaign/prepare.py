@@ -44,9 +44,8 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
     config, folder = campaign.config, campaign.store.location
     path, source = config.data_path(folder), config.source(folder)
     if source is None:
-        raise DataError(
-            f"{path} is not a data set and data.source is not set", "set it: --set data.source=FOLDER"
-        )
+        what = f"{path} is not a data set and data.source is not set"
+        raise DataError(what, "set it: --set data.source=FOLDER")
     # Latents of several shapes that a network could not take are refused before they are made.
     if config.data.ingest.buckets is not None:
         shape = data_spec(campaign).shape

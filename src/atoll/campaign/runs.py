@@ -212,10 +212,8 @@ def read_partition(store: Store) -> PartitionFile:
             plan = RunPlan.read(store, run.plan)
             size = plan.rows if run.expert is None else partition.sizes[run.expert]
             if (plan.partition, plan.rows) != (partition.hash, size):
-                raise PartitionError(
-                    f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}",
-                    "put the one back that the campaign was cut by",
-                )
+                what = f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}"
+                raise PartitionError(what, "put the one back that the campaign was cut by")
     return partition
 
 

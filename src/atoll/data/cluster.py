@@ -32,9 +32,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     if distinct < k:  # the first rows may be alike; all of them are looked at only then
         distinct = len(np.unique(features, axis=0))
     if distinct < k:
-        raise PartitionError(
-            f"{distinct} different feature vectors cannot make {k} clusters", "lower partition.k"
-        )
+        what = f"{distinct} different feature vectors cannot make {k} clusters"
+        raise PartitionError(what, "lower partition.k")
     # MoDE's two levels: many small cells first, so that the coarse clusters follow the density's shape and a
     # dense region does not take all the coarse centroids.
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))

@@ -302,10 +302,8 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     if share > 0:
         if low == high:
             group = "give more images" if len(dataset) == 1 else "choose another data.ingest.group"
-            raise DataError(
-                f"{many(len(dataset), 'row')} of one group cannot be both held out and trained on",
-                f"{group}, or set data.ingest.heldout and data.ingest.test to 0",
-            )
+            what = f"{many(len(dataset), 'row')} of one group cannot be both held out and trained on"
+            raise DataError(what, f"{group}, or set data.ingest.heldout and data.ingest.test to 0")
         # Both sides need a group: the bound moves just over the lowest, or down to the highest.
         bound = min(max(share, math.nextafter(low, 1.0)), high)
     # Test rows are the lowest of the held-out ones: so `heldout` may be cut up later, and what was trained on

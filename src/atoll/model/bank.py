@@ -85,9 +85,8 @@ class Bank:
             return x_t.new_zeros(len(x_t), 1)  # softmax of one logit is 1, so one network needs no branch
         logits = self.router.logits(x_t, t, cond)
         if logits.shape[1] != self.k:
-            raise ConfigError(
-                f"the router knows {logits.shape[1]} experts, the ensemble has {self.k}", "assemble again"
-            )
+            what = f"the router knows {logits.shape[1]} experts, the ensemble has {self.k}"
+            raise ConfigError(what, "assemble again")
         return self.without_missing(logits)
 
     def without_missing(self, logits: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:

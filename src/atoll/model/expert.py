@@ -308,9 +308,8 @@ def build_network(
         return load(config)
     except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
         reason = first_line(error)[:200]
-        raise StoreError(
-            f"{where}/config.json makes no network of its weights ({reason})", "restore it, or make it again"
-        ) from None
+        what = f"{where}/config.json makes no network of its weights ({reason})"
+        raise StoreError(what, "restore it, or make it again") from None
 
 
 def settings_of(network: nn.Module) -> dict[str, Any]:

@@ -195,9 +195,8 @@ def fetch(name: str, patterns: list[str], fix: str, ignored: list[str] | None = 
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored, **hub))
     except Exception as error:  # the hub's client has several families of them
-        raise ConfigError(
-            f"{name!r} is no folder, and as a hub name it cannot be had ({first_line(error)})", fix
-        ) from None
+        what = f"{name!r} is no folder, and as a hub name it cannot be had ({first_line(error)})"
+        raise ConfigError(what, fix) from None
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,6 @@ def _fitting(places: int, budget: int | None, size: int, name: str) -> int:
     if budget is None:
         return places
     if budget < size:
-        raise ConfigError(
-            f"residency.{name} is {budget}, and an expert takes {size}",
-            f"give {size} or more, or leave it out",
-        )
+        what = f"residency.{name} is {budget}, and an expert takes {size}"
+        raise ConfigError(what, f"give {size} or more, or leave it out")
     return min(places, budget // size)

@@ -130,10 +130,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         from_library, classes = COMPONENTS.get(name, ("", ()))
         if (library, class_name) != own and (library != from_library or class_name not in classes):
             known = ", ".join(classes) or "no others"
-            raise ConfigError(
-                f"{MODEL_INDEX} wants {name} from {library}.{class_name}",
-                f"take one of a known class: {known}",
-            )
+            what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
+            raise ConfigError(what, f"take one of a known class: {known}")
         # Files that libraries might take for code, for pickled weights, or for a pipeline of its own.
         inside = [*islice((root / name).rglob("*"), MOST_FILES + 1)]
         if len(inside) > MOST_FILES:

@@ -23,9 +23,8 @@ def run(folder: str, sets: Sequence[str], invoke: Callable[[list[str]], object])
         overrides = [part for assignment in sets for part in ("--set", assignment)]
         _step(["new", folder, "--recipe", "quickstart", *overrides], invoke)
     elif Campaign.open(folder, sets).config != Campaign.open(folder).config:
-        raise ConfigError(
-            f"{store.location} was started with other settings", "leave --set out, or give another --dir"
-        )
+        what = f"{store.location} was started with other settings"
+        raise ConfigError(what, "leave --set out, or give another --dir")
     # Times of a run that went through stay: commands that find everything finished take no time to speak of.
     done_before = store.exists("reports/index.html")
     seconds: dict[str, float] = store.get_json(STAGES) if store.exists(STAGES) else {}

@@ -289,10 +289,8 @@ class CampaignConfig(Config):
         # Milestones are evenly spaced, so a share is there only if it is a whole number of them.
         share, milestone = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
         if share < 1 and (not round(milestone) or abs(milestone - round(milestone)) > 1e-6):
-            raise ConfigError(
-                f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there",
-                "set train.milestones before it is trained, such as 4 or 8 for 0.25",
-            )
+            what = f"sampling.guide_share {share:g}: no checkpoint of shared pretraining is kept there"
+            raise ConfigError(what, "set train.milestones before it is trained, such as 4 or 8 for 0.25")
         # Signatures are of what is published. A checkpoint would get into the ensemble unsigned.
         if share < 1 and self.trusted:
             what = "sampling.guide_share takes a checkpoint, and trusted signatures, which checkpoints lack"

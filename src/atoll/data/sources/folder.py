@@ -138,9 +138,8 @@ class FolderSource(Source):
             readable = [row for _, row in rows if isinstance(row, dict)][:100]
             names = list(dict.fromkeys(name for row in readable for name in row))
             if not readable:
-                raise DataError(
-                    f"{table} holds no readable row", "write one row per image: file_name and text"
-                )
+                what = f"{table} holds no readable row"
+                raise DataError(what, "write one row per image: file_name and text")
             if "file_name" not in names:
                 what = f"{table} has the columns {', '.join(names)}, but not file_name"
                 raise DataError(what, "name each row's image in file_name")

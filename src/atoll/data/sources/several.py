@@ -39,9 +39,8 @@ def open_source(text: str | Path, options: IngestConfig | Mapping[str, Any] | No
         options = IngestConfig.parse(options or {}, "the options of the source")
     if text == "glyphs":
         if any(options.columns()):
-            raise DataError(
-                "the source glyphs has no columns", "leave out data.ingest.caption, group, label and id"
-            )
+            what = "the source glyphs has no columns"
+            raise DataError(what, "leave out data.ingest.caption, group, label and id")
         return GlyphSource(options.glyphs)
     if str(text).startswith(PREFIX):
         return open_hub(str(text), options)
