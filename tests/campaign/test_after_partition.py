@@ -155,10 +155,6 @@ def test_a_duplicate_that_opts_out_changes_no_island(campaign: Campaign, tmp_pat
     dataset.write_values(DUPLICATES, {"name": "dedupe"}, of)
     path.write_text(f"{dataset.ids[5]}\n{dataset.ids[rows[0]]}")
     assert opt_out_stage(Campaign.open(tmp_path / "d"), path, retrain=True) == [1]
-    dataset = Campaign.open(tmp_path / "d").dataset()
-    # Another search, such as by a second campaign of these data.
-    assert leave_duplicates_out(dataset, of != np.arange(len(dataset))) is None
-    assert np.flatnonzero(dataset.weights == 0).tolist() == sorted([5, 6, rows[0]])
     sides = np.where(dataset.sides == 1, 0, dataset.sides)
     dataset.write_values("split", {"name": "other"}, sides)
     with pytest.raises(PartitionError, match="was split again after the partition"):

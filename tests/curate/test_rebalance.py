@@ -105,10 +105,9 @@ def test_experts_and_router_draw_by_the_same_weights(campaign: Path, weighted: P
 
 
 def test_parts_of_other_weights_make_no_ensemble(campaign: Path, weighted: Path, run: Run):
-    for number in (0, 1):
-        train_run(Campaign.open(weighted), "expert", number)
-    train_run(Campaign.open(weighted), "router")
-    train_run(Campaign.open(campaign), "expert", 1)
+    runs = [("expert", 0), ("expert", 1), ("router", None)]
+    for folder, role, number in (*((weighted, *each) for each in runs), (campaign, "expert", 1)):
+        train_run(Campaign.open(folder), role, number)
     assert run("assemble", weighted).code == 0
     card = run("export", weighted, "--to", weighted.parent / "out")
     assert card.code == 0 and '"name": "rebalance"' in (weighted.parent / "out" / "README.md").read_text()

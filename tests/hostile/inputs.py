@@ -104,12 +104,7 @@ def bytes_of(place: str, data: bytes) -> Forge:
 
 def link_to(place: str, target: str) -> Forge:
     """A link in a file's place."""
-
-    def forge(arena: Arena) -> None:
-        (arena / place).unlink(missing_ok=True)
-        (arena / place).symlink_to(target)
-
-    return forge
+    return lambda arena: [(arena / place).unlink(missing_ok=True), (arena / place).symlink_to(target)]
 
 
 def both(*forges: Forge) -> Forge:
