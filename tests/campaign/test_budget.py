@@ -183,10 +183,8 @@ def test_a_budget_that_is_too_small_is_told() -> None:
     [
         ({"router": {"patch": 5}}, r"patches of 5: change router\.patch"),
         ({"islands": {1: {"network": {"patch": 3}}}}, "patches of 3"),
-        (
-            {"budget": {"pretrain": 0.95}},
-            r"budget.pretrain and router.share are 1.05 of the budget: nothing is",
-        ),
+        ({"budget": {"pretrain": 0.95}}, "pretrain and router.share are 1.05 of the budget: nothing is"),
+        ({"budget": {"samples": 10**12}, "train": {"batch": 8}}, "steps of 8 samples: change budget.samples"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:

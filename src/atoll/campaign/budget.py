@@ -27,6 +27,11 @@ class RunBudget:
     batch: int
     flops: Flops  # per sample; those of a student's training hold its teachers'
 
+    def __post_init__(self) -> None:
+        if self.steps > 10**9 or self.batch > 10**6:
+            what = f"a run would take {self.steps:,} steps of {self.batch:,} samples"
+            raise ConfigError(what, "change budget.samples, or the batch (train.batch, student.batch_share)")
+
     @property
     def train_flops(self) -> float:
         """Operations of the whole run."""
