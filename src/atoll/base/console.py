@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any
 
 from atoll.base.text import duration, printable
@@ -30,8 +31,8 @@ def show_messages() -> None:
     """Print messages on standard output from now on, as every command does."""
     if not _printed():
         LOG.addHandler(_Console())
-    with suppress(AttributeError):  # a terminal may lack letters of a caption; and there may be none
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that may lack letters of a caption
+        sys.stdout.reconfigure(errors="replace")
     LOG.setLevel(logging.INFO)
     LOG.propagate = False  # a handler of the root logger would show each line again
 

@@ -346,8 +346,8 @@ def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
     if isinstance(known, str) and Path(known).parts[-len(tail) :] == tail:
         return known
     # What these mean, whatever folders there are.
-    words = {"", "efficientnet-lite0", "efficientnet-lite2", "minilm", "none", "null", "scratch"}
-    words |= {"inception", "pixels"}
+    words = {"", "none", "null", "scratch"}
+    words |= {"efficientnet-lite0", "efficientnet-lite2", "inception", "minilm", "pixels"}
     there = {n: beside / expanded(n) for n in names if n not in words and exists(beside / expanded(n))}
     return JOIN.join(str(local_path(there[name])) if name in there else name for name in names)
 

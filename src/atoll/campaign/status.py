@@ -219,11 +219,12 @@ class Observer:
             status.restarts, holder = len(starts) - 1, starts[-1]
             status.holder, status.ranks = holder.holder, holder.ranks
             status.host = holder.host or holder.holder
-        if (end := history.last("acquire", "damaged", "release", "publish")) is not None:
+        end = history.last("acquire", "damaged", "release", "publish")
+        if run.published(store):  # without an entry it was trained in a copy of the island
+            status.state = "published"
+        elif end is not None:
             last = end[0]
-            if last.kind == "publish" and run.published(store):
-                status.state = "published"
-            elif last.kind == "release":
+            if last.kind == "release":
                 status.state = "failed" if last.reason == "failed" else "left"
                 status.step, status.error = last.step, last.error
             else:  # what is damaged may be an acquire, and what is published not yet, or no more, be there
@@ -256,11 +257,8 @@ class Observer:
                         left = max(0, status.steps - (status.step or 0))
                         status.seconds_left = left * status.batch / beat.speed
 
-        # What came of it. A network without an entry was trained in a copy of the island.
-        if status.state != "published" and run.published(store):
-            status.state = "published"
+        # What came of it.
         if status.state == "published":
-            status.phase = status.error = None
             if (publish := history.last("publish")) is not None:
                 status.step = publish[0].step
                 status.train_flops *= status.step > 0  # adopted: nothing is trained, nor left to train

@@ -434,10 +434,8 @@ def run_command(run: Callable[[], Any]) -> int:
         return 2
     # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
-        package, _, below = str(error.name).partition(".")
-        served = package in ("fastapi", "h11", "prometheus_client", "starlette", "uvicorn")
-        fix = "pip install -e '.[serve]' in the checkout" if served else f"pip install {package}"
-        fix = "install all of it" if package == "atoll" and below else fix
+        name = error.name or ""
+        fix = "install all of it" if name.startswith("atoll.") else f"pip install {name.partition('.')[0]}"
         click.echo(f"error: this Atoll is without {error.name}: {fix}", err=True)
         return 2
     # 130 is what a shell expects of a process that Ctrl-C ended.

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from atoll.base.console import say
+from atoll.base.errors import extra
 from atoll.cli.common import CAMPAIGN, LOCAL, SETS, open_campaign, with_options
 
 KEYS = click.option("--keys", "keyring", type=LOCAL, help="File of bearer keys, one a line; also ATOLL_KEYS.")
@@ -25,12 +26,12 @@ def serve(
     source: str, keyring: Path | None, trusted: tuple[str, ...], sets: tuple[str, ...], **address: Any
 ) -> None:
     """Serve a campaign, an exported folder or a hub name: OpenAI's images API, and a playground."""
-    from atoll.serve.app import read_keys
-    from atoll.serve.server import serve as run
+    with extra("serve", "the server needs further packages"):
+        from atoll.serve.app import read_keys
+        from atoll.serve.server import serve as run
     from atoll.serve.settings import ServeSettings
 
-    settings = ServeSettings.of(with_options(sets, "", **address))
-    run(source, settings, read_keys(keyring), list(trusted) or None)
+    run(source, ServeSettings.of(with_options(sets, "", **address)), read_keys(keyring), trusted or None)
 
 
 @click.command()
@@ -51,8 +52,9 @@ def dashboard(
         Dashboard(opened).write(once)
         say(f"wrote {once}")
         return
-    from atoll.serve.app import read_keys
-    from atoll.serve.server import watch
+    with extra("serve", "the dashboard needs further packages"):
+        from atoll.serve.app import read_keys
+        from atoll.serve.server import watch
     from atoll.serve.settings import ServeSettings
 
     watch(opened, ServeSettings.of(with_options(sets, "", **address)), read_keys(keyring))

@@ -235,14 +235,12 @@ def read_keys(path: Path | None) -> list[str]:
     """Bearer keys, one a line; those of ATOLL_KEYS, by commas, too. `ConfigError` of those that are none."""
     keys = [key.strip() for key in os.environ.get("ATOLL_KEYS", "").split(",") if key.strip()]
     if path is not None:
-        lines = [line.strip() for line in read_text(path).splitlines()]
-        written = [line for line in lines if line and not line.startswith("#")]
-        if not written:
+        lines = map(str.strip, read_text(path).splitlines())
+        if not (written := [key for key in lines if key and not key.startswith("#")]):
             raise ConfigError(f"{path} holds no key", "write one a line")
         keys += written
     if any(len(key) < SHORTEST for key in keys):
-        what = f"a key is shorter than {SHORTEST} characters"
-        raise ConfigError(what, "make it longer: openssl rand -hex 24")
+        raise ConfigError(f"a key has under {SHORTEST} characters", "make it longer: openssl rand -hex 24")
     return keys
 
 

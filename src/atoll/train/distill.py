@@ -117,12 +117,14 @@ def teachers(campaign: Campaign, plan: RunPlan) -> dict[str, Card]:
     # A part of the experts will not do: the student would learn a part of the data, and which part would
     # depend on when it was started.
     absent = [run.expert for run in experts if not run.published(store)]
-    if lacking := absent or config.quarantine:
-        why, fix = "not published", "train them first: atoll launch"
-        if not absent:
-            why, fix = "in quarantine", "train them anew, without their run/ and expert/, then take them out"
-        of = f"the student learns from all experts, and of {len(experts)} in {store.location} these are"
-        raise PartitionError(f"{of} {why}: {', '.join(map(str, lacking))}", fix)
+    anew = "train them anew, without their run/ and expert/, then take them out"
+    for lacking, why, fix in (
+        (absent, "not published", "train them first: atoll launch"),
+        (config.quarantine, "in quarantine", anew),
+    ):
+        if lacking:
+            of = f"the student learns from all experts, and of {len(experts)} in {store.location} these are"
+            raise PartitionError(f"{of} {why}: {', '.join(map(str, lacking))}", fix)
     cards = {run.folder: Checkpoint(store, run.network).card for run in experts}
     for run in experts:
         check_place(cards[run.folder], run.name, run.folder)
