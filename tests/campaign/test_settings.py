@@ -28,19 +28,17 @@ def parse(**changes: object) -> CampaignConfig:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"islands": {1: {"objective": {"schedule": "vp-cos"}}}}, r"'schedule' in islands\.1.*'vp-cosine'"),
+        ({"islands": {1: {"objective": {"predicts": "eps"}}}}, r"unknown key 'predicts' in islands\.1\.obj"),
         (
-            {"islands": {1: {"objective": {"schedule": "vp-cos"}}}},
-            r"'schedule' in islands\.1\.objective: .* did you mean 'vp-cosine'",
-        ),
-        (
-            {"islands": {1: {"objective": {"predicts": "eps"}}}},
-            r"unknown key 'predicts' in islands\.1\.objective",
+            {
+                "islands": {1: {"objective": {"prediction": "eps"}}},
+                "student": {"start": "average", "stock": False},
+            },
+            "'average' needs equal networks, schedules and predictions, and expert 1's differ",
         ),
         ({"islands": {1: {"objective": {"prediction": "noise"}}}}, r"'prediction' in islands\.1\.objective"),
-        (
-            {"islands": {1: {"network": {"dept": 3}}}},
-            r"unknown key 'dept' in islands.1.network: did you mean 'depth'",
-        ),
+        ({"islands": {1: {"network": {"dept": 3}}}}, r"unknown key 'dept' in islands.1.network: .* 'depth'"),
         ({"islands": {1: {"nettwork": {}}}}, r"unknown key 'islands.1.nettwork' .*did you mean 'network'"),
         (
             {"sampling": {"routing": "once null pretrain"}},

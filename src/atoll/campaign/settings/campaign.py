@@ -314,13 +314,13 @@ class CampaignConfig(Config):
         if start == "expert" and not 0 <= (expert or 0) < k:
             fix = f"use expert:0 to expert:{k - 1}"
             raise ConfigError(f"student.start: there is no expert {expert}", fix)
+        own = network.architecture(), self.objective.schedule, self.objective.prediction
         for number in {"expert": [expert], "average": range(k), "scratch": ()}[start]:
-            if self.denoiser("expert", number)[0].architecture() != network.architecture():
-                raise ConfigError(
-                    f"student.start: {student.start!r} needs equal networks, and expert {number}'s is another"
-                    " one than the student's",
-                    "set student.start: scratch, or make student.network and islands' networks equal",
-                )
+            taught, learned = self.denoiser("expert", number)[0], self.objective_of(number)
+            if (taught.architecture(), learned.schedule, learned.prediction) != own:
+                what = f"student.start: {student.start!r} needs equal networks, schedules and predictions"
+                fix = "set student.start: scratch, or give both the same"
+                raise ConfigError(f"{what}, and expert {number}'s differ from the student's", fix)
         return self
 
     def frozen(self) -> dict[str, Any]:
