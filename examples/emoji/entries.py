@@ -23,8 +23,6 @@ FRESH = (3, 4, 5)
 """Seeds that are reported. The single network's batch and rate were chosen on seed 0; the islands' rate was
 lowered after these had been judged on the test pictures once."""
 ONE = (3,)
-OTHER = (4,)
-"""Of what stands beside networks of 160 epochs in float32."""
 SPLIT = ("data.ingest.heldout=0.05", "data.ingest.test=0.05")
 EPOCH = 13_928
 BATCHES = [
@@ -52,8 +50,8 @@ LONG = ("train.precision=bf16", *QUIET)
 COMPILED = "train.parallel.compile=true"
 FAST = (*LONG, COMPILED)
 WHOLE = (*QUIET, COMPILED, "train.precision=float32")
-"""Of the longest. Seed 3 was trained in bf16; the processor of the others takes 1.6 times as long for a
-step in it. Both sides of a ratio have one precision."""
+"""Of the longest. Seed 3 was trained in bf16, as what stands beside it; the processor of the others takes 1.6
+times as long for a step in it. Both sides of a ratio have one precision."""
 PLAIN = ("student=null", "train.milestones=0", "sampling.guide_share=1")
 """In place of the recipe's, where an entry does not say otherwise."""
 KEPT = ("train.milestones=8",)
@@ -92,6 +90,12 @@ def single(
     return Entry(name, (*sets, COMPILED, *more), seeds, single=True)
 
 
+def wider(heads: int, rate: float, images: int) -> Entry:
+    """One network of more channels, 32 a head, for the FLOPs of one of two heads that sees more images."""
+    sets = (f"network.heads={heads}", *KEPT, *LONG)
+    return single(8, rate, images, *sets, seeds=ONE, name=f"single, bf16, {32 * heads} channels")
+
+
 def islands(name: str, images: int, *more: str, seeds: tuple[int, ...] = FRESH) -> Entry:
     """Eight experts in batches of 8, and a router, for the FLOPs of a single network of so many images."""
     sets = ("monolith=false", f"budget.samples={images}", "budget.expert_batch=8", *more)
@@ -99,6 +103,8 @@ def islands(name: str, images: int, *more: str, seeds: tuple[int, ...] = FRESH) 
 
 
 N, LONGEST = 400_000, 160 * EPOCH
+WIDER = ((4, 0.002, 232_791), (6, 0.002, 107_174), (4, 0.0015, 1_296_924), (6, 0.001, 597_089))
+"""Heads, rate and images: the first two cost as much as 29 epochs of two heads, the others as 160."""
 QUARTER = ("budget.pretrain=0.25", *FAST, *KEPT, "sampling.guide_share=0.5")
 APART_ONCE = [
     ("rate 0.001", (*ALONE, "train.lr=0.001", *FAST, *KEPT)),
@@ -114,18 +120,15 @@ ENTRIES = [
     replace(single(8, 0.002, N, seeds=ONE, name="single, told the cluster"), told=True),
     single(8, 0.002, LONGEST, *KEPT, *WHOLE),
     islands(APART, LONGEST, *SLOWER, *KEPT, *WHOLE),
-    single(8, 0.0015, 1_296_924, "network.heads=4", *KEPT, *WHOLE, seeds=OTHER, name="single, 128 channels"),
-    single(8, 0.001, 597_089, "network.heads=6", *KEPT, *WHOLE, seeds=OTHER, name="single, 192 channels"),
-    replace(single(8, 0.002, LONGEST, *WHOLE, seeds=OTHER, name="single, told the cluster"), told=True),
-    single(64, 0.004, LONGEST, *WHOLE, seeds=OTHER),
-    islands(f"{APART}, equal compute", LONGEST, *SLOWER, *WHOLE, "budget.compute=equal", seeds=OTHER),
+    replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
+    single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
+    islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),
     islands(f"{SHARED}, a student from scratch, bf16", N, *JOINT, *FAST, *WEAK, TAUGHT),
     single(8, 0.002, N, *KEPT, *LONG, name="single, bf16"),
     single(32, 0.004, N, *KEPT, *LONG, name="single, bf16"),
     islands(f"{APART}, rate 0.002, bf16", N, *SLOWER, *FAST, *KEPT),
     *(islands(f"{APART}, {name}, bf16", N, *sets, seeds=ONE) for name, sets in APART_ONCE),
-    single(8, 0.002, 232_791, "network.heads=4", *KEPT, *LONG, seeds=ONE, name="single, bf16, 128 channels"),
-    single(8, 0.002, 107_174, "network.heads=6", *KEPT, *LONG, seeds=ONE, name="single, bf16, 192 channels"),
+    *(wider(heads, rate, images) for heads, rate, images in WIDER),
     islands(f"{SHARED} of a quarter, bf16", N, *JOINT, *QUARTER, seeds=ONE),
     *(
         islands(f"{name}, K = {k}, bf16", N, *sets, f"partition.k={k}", seeds=ONE)
