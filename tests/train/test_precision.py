@@ -41,7 +41,7 @@ class Attended(TorchFunctionMode):
 
 def losses(folder: Path, precision: str, **parallel: bool) -> list[float]:
     """Of every step of an expert."""
-    text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 4}}
+    text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 32}}
     train = {"precision": precision, "parallel": parallel, "log_every": 1}
     train_run(partitioned(folder, {**text, "train": train}), "expert", 0)
     return [line["loss"] for line in metrics(folder / "islands/0") if "loss" in line]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from atoll.base.errors import DataError
 from atoll.data.formats import ColumnMeta
@@ -222,7 +223,8 @@ class Column:
 def padded(values: Tensor, mask: Tensor) -> Tensor:
     """Sequences `(n, L, *shape)` of packed elements by their mask `(n, L)`; the host waits for no GPU."""
     place = torch.where(mask, mask.flatten().cumsum(0).view_as(mask) - 1, len(values))
-    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])[place]
+    # By `pad`, as autocast to bf16, in which a run validates, concatenates no half.
+    return pad(values, (0, 0) * (values.ndim - 1) + (0, 1))[place]
 
 
 def some_rows(rows: Rows, most: int, drawn: torch.Generator | None = None) -> Rows:
