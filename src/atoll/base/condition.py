@@ -70,6 +70,10 @@ class Condition:
         """The same on another device."""
         return self.map(lambda part: part.to(device))
 
+    def widened(self) -> "Condition":
+        """The same in float32: text states lie in half, which autocast to bf16 does not concatenate."""
+        return self.map(lambda part: part.float() if part.is_floating_point() else part)
+
     def expand(self, batch: int) -> "Condition":
         """A condition of one row, repeated for `batch` rows without copying."""
         return self.map(lambda part: part.expand(batch, *part.shape[1:]))

@@ -84,8 +84,7 @@ class Samples:
 
         `draw` gives a uniform for each, to choose among several captions of a row; else the first counts.
         """
-        cond = self.whole(self.stored(index, draw))
-        return cond.map(lambda part: part.float() if part.is_floating_point() else part)
+        return self.whole(self.stored(index, draw)).widened()
 
     def stored(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
         """The same as they lie in the columns: `text` is all states or tokens `(sum of lengths, ...)`."""

@@ -64,7 +64,7 @@ class Teacher:
             for row, n in zip(rows, number.tolist(), strict=True):
                 row.step = n * (how.steps // self.steps)
         x_t = noisy(batch.x0, batch.eps, t, RectifiedFlow())
-        sampler = Sampler(self.bank, batch.cond, self.null, rows, x_t)
+        sampler = Sampler(self.bank, batch.cond.widened(), self.null, rows, x_t)
         if self.steps is None:
             return x_t, t, sampler.flow(x_t, t)
         for _ in range(how.steps // self.steps):
