@@ -65,25 +65,17 @@ class DiffusersCheckpoint:
         encoders = ", ".join(f"{root}/{p}" for p in parts) or "those of its pipeline, in their order"
         tokens = shape.text_length - (77 if adapter.name == "sd3" else 0)  # CLIP's come first
         least, most = adapter.tokens or (tokens, tokens)
-        for wrong, what, fix in (
-            (
-                pooled != shape.pooled_width,
-                f"takes a pooled text of {pooled} numbers, data.text_encoder gives {shape.pooled_width}",
-                f"set data.text_encoder: [{encoders}]",
-            ),
-            (
-                guidance != shape.guidance,
-                f"has {'an' if guidance else 'no'} input for guidance, network.arguments say otherwise",
-                f"set network.arguments: {{guidance_embeds: {str(guidance).lower()}}}",
-            ),
-            (
-                shape.pooled_width and not least <= tokens <= most,
-                f"was trained on {least} to {most} tokens of T5, the campaign's data have {tokens}",
-                f"set data.text_length={least} or {most}, as its pipeline does",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(f"{self.name!r} {what}", fix)
+        if pooled != shape.pooled_width:
+            what = f"takes a pooled text of {pooled} numbers, data.text_encoder gives {shape.pooled_width}"
+            raise ConfigError(f"{self.name!r} {what}", f"set data.text_encoder: [{encoders}]")
+        if guidance != shape.guidance:
+            what = f"has {'an' if guidance else 'no'} input for guidance, network.arguments say otherwise"
+            fix = f"set network.arguments: {{guidance_embeds: {str(guidance).lower()}}}"
+            raise ConfigError(f"{self.name!r} {what}", fix)
+        if shape.pooled_width and not least <= tokens <= most:
+            what = f"was trained on {least} to {most} tokens of T5, the campaign's data have {tokens}"
+            fix = f"set data.text_length={least} or {most}, as its pipeline does"
+            raise ConfigError(f"{self.name!r} {what}", fix)
 
     def other_latents(self, latents: Mapping[str, Any]) -> str | None:
         """What sets the latents that it was trained on apart from these, if anything does."""
