@@ -50,10 +50,9 @@ class ShareBounds:
         worst = int(over.argmax())
         if over[worst] > 1e-9 + row / weights.sum():
             asked = f"{self.low[worst]:.2%} to {self.high[worst]:.2%}"
-            raise PartitionError(
-                f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}, since {why}",
-                "raise partition.tolerance or max_share, or lower min_share or change capacities",
-            )
+            what = f"cluster {worst} would hold {shares[worst]:.2%} and not {asked}, since {why}"
+            fix = "raise partition.tolerance or max_share, or lower min_share or change capacities"
+            raise PartitionError(what, fix)
 
 
 def balanced(

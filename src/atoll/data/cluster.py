@@ -24,10 +24,8 @@ MOST_STARTS = 16_384  # rows whose distances from each other are in memory: 1 Gi
 def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     """K coarse centroids `(K, D)` of a sample of normalised features `(N, D)`, the largest cluster first."""
     if not np.isfinite(features).all():
-        raise PartitionError(
-            "the features hold NaN or infinity",
-            "remove their folder below columns/ and embed again; atoll data audit names the shard",
-        )
+        fix = "remove their folder below columns/ and embed again; atoll data audit names the shard"
+        raise PartitionError("the features hold NaN or infinity", fix)
     distinct = len(np.unique(features[: 64 * k + 4096], axis=0))
     if distinct < k:  # the first rows may be alike; all of them are looked at only then
         distinct = len(np.unique(features, axis=0))

@@ -70,9 +70,8 @@ def latents_job(dataset: DataSet, vae: Autoencoder) -> ColumnJob:
         if (odd := (dataset.buckets % vae.factor).any(1)).any():
             width, height = dataset.buckets[int(odd.argmax())].tolist()
             what = f"pictures of {width}x{height} px do not divide by {vae.factor}, as {vae.name} asks"
-            raise DataError(
-                what, f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
-            )
+            fix = f"ingest with data.ingest.buckets.multiple={vae.factor} or a multiple of it"
+            raise DataError(what, fix)
         return ColumnJob(dataset, "latents", origin(vae), compute_ragged, None, "ragged")
     return ColumnJob(dataset, "latents", origin(vae), compute)
 
@@ -141,8 +140,5 @@ def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     new = dataset.column(CAPTION).meta.producer if described else {}
     if "captions" not in table.column_names or new.get("replace"):
         return [[caption] for caption in first]
-    every = table.column("captions").to_pylist()
-    return [
-        list(dict.fromkeys([main, *filter(None, others or [])]))
-        for main, others in zip(first, every, strict=True)
-    ]
+    pairs = zip(first, table.column("captions").to_pylist(), strict=True)
+    return [list(dict.fromkeys([main, *filter(None, others or [])])) for main, others in pairs]

@@ -351,9 +351,8 @@ def merge(
     trained = int((totals > 0).sum())
     if trained < k:
         what = f"{config.column or 'label'} has {trained} values among the training rows for K = {k} clusters"
-        raise PartitionError(
-            what, f"lower partition.k to {max(trained, 1)}, or cut by another partition.column"
-        )
+        fix = f"lower partition.k to {max(trained, 1)}, or cut by another partition.column"
+        raise PartitionError(what, fix)
     if len(names) == k and config.capacities is None:
         # As numbers where all are: as texts, 10 would come before 2.
         numbers = all(name.lstrip("-").isdecimal() for name in names.tolist())

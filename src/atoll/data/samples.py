@@ -158,10 +158,9 @@ def data_shape(
     latents = dataset.column("latents")
     ragged = latents.meta.kind == "ragged"
     if len(latents.meta.shape) != (1 if ragged else 3):
-        what = (
-            f"{latents.store.name(latents.folder)} holds no latents, but values of shape {latents.meta.shape}"
-        )
-        raise DataError(what, "write it again: atoll data encode")
+        what = f"{latents.store.name(latents.folder)} holds no latents"
+        fix = "write it again: atoll data encode"
+        raise DataError(f"{what}, but values of shape {latents.meta.shape}", fix)
     if ragged:
         sides, factor = _sides(latents, dataset)
         sizes = tuple((int(h), int(w)) for w, h in np.unique(sides[:, ::-1], axis=0))

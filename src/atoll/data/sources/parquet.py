@@ -138,17 +138,12 @@ def _opened(files: Files, name: str) -> Iterator[pq.ParquetFile]:
 def _image_column(schema: pa.Schema, file: str, named: str | None) -> str:
     types = {field.name: field.type for field in schema}
     binary = [name for name, kind in types.items() if kind in (pa.binary(), pa.large_binary())]
-    structs = [
-        name
-        for name, kind in types.items()
-        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-    ]
+    struct_types = {name: kind for name, kind in types.items() if pa.types.is_struct(kind)}
+    structs = [name for name, kind in struct_types.items() if kind.get_field_index("bytes") >= 0]
     if (named or "image") in structs + binary:
         return named or "image"
     if named is None and len(structs) == 1:
         return str(structs[0])
     lack = "no single one with pictures" if named is None else f"{named!r} holds no pictures"
-    raise DataError(
-        f"{file} has the columns {', '.join(schema.names)}, but {lack}",
-        "say with data.ingest.image which one holds the pictures: a struct with `bytes`, or binary",
-    )
+    fix = "say with data.ingest.image which one holds the pictures: a struct with `bytes`, or binary"
+    raise DataError(f"{file} has the columns {', '.join(schema.names)}, but {lack}", fix)

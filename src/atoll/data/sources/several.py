@@ -131,9 +131,8 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: IngestConfig)
             sources[name] = _usable(open_source(settings.source, merged))
         except DataError as error:  # it names the settings of a single source
             texts = (error.what, error.fix or "")
-            raise DataError(
-                *(text.replace("data.ingest.", f"data.source.{name}.") for text in texts)
-            ) from None
+            own_texts = (text.replace("data.ingest.", f"data.source.{name}.") for text in texts)
+            raise DataError(*own_texts) from None
     return SeveralSources(sources)
 
 
