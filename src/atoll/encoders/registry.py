@@ -133,10 +133,8 @@ def check_known(name: str, allowed: Collection[str]) -> None:
     known = {*KNOWN, *(part for names in allowed for part in names.split(JOIN))}
     unknown = [one for one in name.split(JOIN) if one not in known]
     if unknown:
-        raise ConfigError(
-            f"the model names the encoder {unknown[0]!r}, which Atoll does not know",
-            f"if you trust it, load the model with encoders={unknown}, or export it with --encoders copy",
-        )
+        fix = f"if you trust it, load the model with encoders={unknown}, or export it with --encoders copy"
+        raise ConfigError(f"the model names the encoder {unknown[0]!r}, which Atoll does not know", fix)
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:

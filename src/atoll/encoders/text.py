@@ -193,11 +193,8 @@ class TextEncoder:
             special = set(tokenizer.all_special_ids)
             words = [token for token in tokens if token not in special]
             cut = tokenizer.decode(words[sum(token not in special for token in kept) :])
-            raise ConfigError(
-                f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken:"
-                f" what begins with {_short(cut)!r} would be lost",
-                fix,
-            )
+            what = f"the prompt {_short(caption)!r} has {len(tokens)} tokens, {self.max_length} are taken"
+            raise ConfigError(f"{what}: what begins with {_short(cut)!r} would be lost", fix)
 
     def states(self, captions: Iterable[str], batch: int = 128) -> dict[str, Tensor]:
         """Token states `(length, D)` of every distinct caption, float32."""

@@ -96,11 +96,9 @@ class Autoencoder:
         broken = ~torch.isfinite(pixels).flatten(1).all(dim=1)
         if bool(broken.any()):
             first = int(broken.nonzero()[0])
-            raise DataError(
-                f"picture {first if numbers is None else numbers[first]} holds NaN or infinity"
-                f" ({int(broken.sum())} of {len(pixels)} in its batch)",
-                "the weights are of no use: look at the training's losses",
-            )
+            what = f"picture {first if numbers is None else numbers[first]} holds NaN or infinity"
+            fix = "the weights are of no use: look at the training's losses"
+            raise DataError(f"{what} ({int(broken.sum())} of {len(pixels)} in its batch)", fix)
         return to_images(pixels)
 
 

@@ -207,10 +207,8 @@ def _inception(name: str, size: int | None, device: str) -> VisionEncoder:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # a torchvision that does not match torch is a RuntimeError
-        raise ConfigError(
-            f"the extractor 'inception' is not installed ({first_line(error)})",
-            "pip install -e '.[fid]' in the checkout, with your torch's torchvision; or take another one",
-        ) from None
+        fix = "pip install -e '.[fid]' in the checkout, with your torch's torchvision; or take another one"
+        raise ConfigError(f"the extractor 'inception' is not installed ({first_line(error)})", fix) from None
     path = name.partition(":")[2] or None
     with loading("weights of", name, "fetch the file, and name it: inception:FILE"):
         network = FeatureExtractorInceptionV3(name, ["2048"], feature_extractor_weights_path=path)

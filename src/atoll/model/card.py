@@ -139,11 +139,9 @@ def check_together(cards: list[Card]) -> None:
         for field in ("partition", "latents", "text", "condition"):
             mine, other = getattr(first, field), getattr(card, field)
             if mine != other or (field == "latents" and first.shape.latents != card.shape.latents):
-                raise PartitionError(
-                    f"{card.title} was made with another {field} than {first.title}"
-                    f" ({_short(other)}, {_short(mine)})",
-                    "assemble parts of one campaign only",
-                )
+                what = f"{card.title} was made with another {field} than {first.title}"
+                what += f" ({_short(other)}, {_short(mine)})"
+                raise PartitionError(what, "assemble parts of one campaign only")
 
 
 def check_place(card: Card, wanted: str, where: str) -> None:

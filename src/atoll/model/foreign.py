@@ -239,11 +239,9 @@ def take_over(network: nn.Module, weights: Mapping[str, Tensor], name: str) -> F
     fit = compare(network, weights)
     if not fit.kept:
         why = shorten([f"{key} ({reason})" for key, reason in fit.drawn.items()], _SHOWN)
-        raise ConfigError(
-            f"none of the {len(weights)} tensors of {name} fits the network: {why}",
-            "give the network the checkpoint's family and dimensions"
-            " (network.depth, heads, head_width, patch)",
-        )
+        what = f"none of the {len(weights)} tensors of {name} fits the network: {why}"
+        fix = "give the network the checkpoint's family and dimensions"
+        raise ConfigError(what, f"{fix} (network.depth, heads, head_width, patch)")
     parameters = dict(network.named_parameters())
     # A damaged checkpoint would only show as a loss that is NaN, hours of queueing later.
     for key in fit.kept:

@@ -186,10 +186,8 @@ class Routing(Config):
         """Itself; `ConfigError` if it wants, or leaves out, networks that there are not."""
         name = f"routing {str(self)!r}"
         if self.null == PRETRAIN and not pretrained:
-            raise ConfigError(
-                f"{name}: there is no network of shared pretraining",
-                "where budget.pretrain is above 0, run 'atoll assemble'; else take another null branch",
-            )
+            fix = "where budget.pretrain is above 0, run 'atoll assemble'; else take another null branch"
+            raise ConfigError(f"{name}: there is no network of shared pretraining", fix)
         if self.without and self.without[-1] >= experts:
             raise ConfigError(f"{name}: there is no expert {self.without[-1]}", f"stay below {experts}")
         if not self.possible(experts):
