@@ -123,18 +123,15 @@ def by_expert(experts: Sequence[int], bank: Bank, batch: int) -> tuple[list[list
     """
     # No more experts in a batch than stay on the device at once: over the whole run each is brought once, and
     # evaluated on as many samples at a time as there are.
-    groups: list[list[int]] = []
-    used: list[list[int]] = []
+    groups, used = list[list[int]](), list[list[int]]()
     for expert in bank.prefetch(sorted(set(experts))):
         rest = [row for row, own in enumerate(experts) if own == expert]
         while rest:
-            full = bool(groups) and (
-                len(groups[-1]) == batch or (used[-1][-1] != expert and len(used[-1]) == bank.capacity)
-            )
-            if full or not groups:
+            another = not groups or used[-1][-1] != expert
+            if not groups or len(groups[-1]) == batch or (another and len(used[-1]) == bank.capacity):
                 groups.append([])
                 used.append([])
-            if not used[-1] or used[-1][-1] != expert:
+            if expert not in used[-1]:
                 used[-1].append(expert)
             room = batch - len(groups[-1])
             groups[-1] += rest[:room]
