@@ -138,11 +138,9 @@ class Checkpoint:
         self, device: "torch.device | str" = "cpu", dtype: "torch.dtype | None" = None
     ) -> "RouterModel":
         """The network as a router."""
-        from torch import nn
-
         from atoll.model.expert import RouterModel
 
-        return RouterModel(cast("Router", nn.Module.to(self.network(), device, dtype)), self.card)
+        return RouterModel(cast("Router", self.network()).to(device, dtype), self.card)
 
     def open_lazily(self) -> "StoredExpert":
         """An expert whose weights are hashed now and read when they are wanted."""
