@@ -212,13 +212,12 @@ class FolderWriter:
     def describe(self, components: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
         """Write what lists the parts, remove experts that are none of them, and hash all files."""
         # diffusers wants every component of the class in the index, null where there is none.
-        others = {name: list(components.get(name, (None, None))) for name in OTHERS}
         index = {
             "_class_name": PIPELINE,
             "_diffusers_version": importlib.metadata.version("diffusers"),
             "experts": list(BANK),
             "router": list(ROUTER),
-            **others,
+            **{name: list(components.get(name, (None, None))) for name in OTHERS},
             **{name: generation[name] for name in DEFAULTS.values()},
         }
         self._put(MODEL_INDEX, to_json(index))

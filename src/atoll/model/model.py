@@ -180,9 +180,8 @@ class Model:
     @property
     def sizes(self) -> list[Size]:
         """Widths and heights in pixels that it was trained on."""
-        return [
-            (width * self.vae.factor, height * self.vae.factor) for height, width in self.card.shape.latents
-        ]
+        factor = self.vae.factor
+        return [(width * factor, height * factor) for height, width in self.card.shape.latents]
 
     def shape_for(self, size: str | None) -> tuple[int, int, int]:
         """Of a latent of pictures of this size (width x height in pixels), (C, H, W)."""
@@ -335,12 +334,8 @@ class Model:
             drawn |= dict(zip(part.rows, self.pictures(part.latents, part.rows), strict=True))
             traces += [] if part.trace is None else [part.trace]
         trace = Trace.joined(traces, [*drawn]) if traces else None
-        return Pictures(
-            [drawn[row] for row in range(sampling.count)],
-            trace,
-            sampling.generation,
-            sampling.conditions.texts,
-        )
+        images = [drawn[row] for row in range(sampling.count)]
+        return Pictures(images, trace, sampling.generation, sampling.conditions.texts)
 
 
 def load_experts(

@@ -265,10 +265,7 @@ def _nucleus(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
 
 STRATEGIES: dict[str, Strategy] = {
     "full": Strategy(
-        "full",
-        lambda r: "all experts, weighted by the router",
-        lambda r, p, u: p,
-        own_null=True,
+        "full", lambda r: "all experts, weighted by the router", lambda r, p, u: p, own_null=True
     ),
     "top-k": Strategy(
         "top-K",

@@ -135,9 +135,8 @@ class Sampler:
         own = {scales[n] for n in self._guided}
         self._scale = own.pop() if len(own) == 1 else torch.tensor([scales[n] for n in self._guided])
         self._both = concatenate([cond, self._of_guided(self.null)]) if self._guided else cond
-        self._pretrained = [
-            len(rows) + place for place, n in enumerate(self._guided) if routings[n].null == PRETRAIN
-        ]
+        places = enumerate(self._guided, len(rows))
+        self._pretrained = [place for place, n in places if routings[n].null == PRETRAIN]
 
         # Of either branch the routings, the weights, and the step of each row that they are known for.
         guided = set(self._guided)
@@ -256,9 +255,8 @@ class Sampler:
         for n, row in enumerate(self.rows):
             groups.setdefault(row.experts, []).append(n)
         held, stay, leave = frozenset[int](), list[int](), list[list[int]]()
-        for experts, numbers in sorted(
-            groups.items(), key=lambda group: (not group[0] <= turn, -len(group[1]))
-        ):
+        by_turn = sorted(groups.items(), key=lambda group: (not group[0] <= turn, -len(group[1])))
+        for experts, numbers in by_turn:
             if not held or experts <= held or len(held | experts) <= capacity:
                 held, stay = held | experts, [*stay, *numbers]
             else:
@@ -308,11 +306,10 @@ class Sampler:
         before = list(self._chosen)
         steps = [row.step for row in self.rows]
         for branch, routings in enumerate(self._routings):
+            each = enumerate(zip(routings, steps, self._known[branch], strict=True))
             asking = [
                 n
-                for n, (routing, step, known) in enumerate(
-                    zip(routings, steps, self._known[branch], strict=True)
-                )
+                for n, (routing, step, known) in each
                 if routing is not None and (known < 0 or (step != known and routing.asks_at(step)))
             ]
             if asking:
