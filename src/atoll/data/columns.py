@@ -179,8 +179,7 @@ class Column:
         """Fetch every file of a remote store, and `check` it. Then reading needs local files only."""
         # Fetching waits for the network and hashing leaves the interpreter's lock, so threads do.
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for _ in pool.map(lambda shard: self._path(shard, check), range(len(self.meta.shards))):
-                pass
+            list(pool.map(lambda shard: self._path(shard, check), range(len(self.meta.shards))))
         for name in self.meta.extras:
             self.extra(name)
 

@@ -241,9 +241,8 @@ class _FingerprintIndex:
             # Sums of four pixels are farther apart than four times the bound only if one of the pixels is.
             apart = np.abs(self.coarse[first[some]] - self.coarse[second[some]]).max(1)
             near = some[apart <= 4 * 255 * self.bounds[0]]
-            left, right = (
-                self.looks.read(self.rows[places[near]])[:, 8:].short() for places in (first, second)
-            )
+            looks = (self.looks.read(self.rows[places[near]]) for places in (first, second))
+            left, right = (values[:, 8:].short() for values in looks)
             colour, detail = (left - right).abs().tensor_split([3 * SIDE**2], dim=1)
             used = [
                 part.amax(1).numpy() / np.float32(255 * max(bound, 1e-6))

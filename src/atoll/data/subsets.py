@@ -50,9 +50,8 @@ def write_subset(
             entry = write_file(store, prefix, f"rows/{number:05d}.parquet", to_parquet(part))
             shards.append(Shard(rows=part.num_rows, files={"rows": entry}))
         about = {**source.manifest.source, **origin}
-        dataset = DataSet(
-            store, prefix, Manifest(identity=identity, source=about, rows=len(numbers), shards=shards)
-        )
+        manifest = Manifest(identity=identity, source=about, rows=len(numbers), shards=shards)
+        dataset = DataSet(store, prefix, manifest)
     for column in copied:
 
         def compute(shard: int, column: Column = column) -> dict[str, Tensor]:

@@ -103,10 +103,8 @@ class _Prepared(FilesSource):
         from datasets.config import DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        self._roots = [
-            Path(root) for root in (DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH, HF_HUB_CACHE)
-        ]
-        self._roots += [] if files.commit else [Path(files.root)]
+        caches = DOWNLOADED_DATASETS_PATH, EXTRACTED_DATASETS_PATH, HF_HUB_CACHE
+        self._roots = [Path(root) for root in (*caches, *([] if files.commit else [files.root]))]
         try:
             builder.download_and_prepare()
             rows = builder.as_dataset(split)

@@ -71,9 +71,8 @@ class FilesSource(Source):
     def describe(self) -> dict[str, Any]:
         files = self.files  # a repository's go by its name, with the commit
         named = files.root if files.is_whole else next(iter(files.states))
-        about = self.options.described(
-            clean(files.title or f"{self.KIND} {PurePosixPath(named).name}"), self.content()
-        )
+        title = clean(files.title or f"{self.KIND} {PurePosixPath(named).name}")
+        about = self.options.described(title, self.content())
         return {**about, "commit": files.commit} if files.commit else about
 
     def content(self) -> Any:

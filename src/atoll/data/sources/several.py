@@ -80,11 +80,10 @@ class SeveralSources(Source):
     def describe(self) -> dict[str, Any]:
         parts = self._described
         columns = {column for about in parts.values() for column in about.get("columns", [])}
+        content = [[name, about["fingerprint"], about["licence"]] for name, about in parts.items()]
         return {
             "name": ", ".join(parts),
-            "fingerprint": digest(
-                [[name, about["fingerprint"], about["licence"]] for name, about in parts.items()]
-            ),
+            "fingerprint": digest(content),
             "licence": "; ".join(f"{name}: {about['licence']}" for name, about in parts.items()),
             "columns": sorted({"source", "licence", *columns}),
             "sources": parts,
