@@ -15,11 +15,8 @@ from atoll.encoders.registry import loading, weights_hash
 def load_image_text(name: str) -> tuple[Any, Any]:
     """A model of this name, in the type of its weights, and its processor.
 
-    Code beside the weights is not run. Prompts are padded on the left: all end at the same
-    place, behind which the answers begin.
-
-    Raises:
-        ConfigError: there is no such model, or its processor cannot be used here.
+    Code beside the weights is not run. Prompts are padded on the left: all end at the same place, behind
+    which the answers begin. `ConfigError` if there is no such model, or its processor cannot be used here.
     """
     import transformers
 
@@ -45,11 +42,7 @@ def chat_prompt(processor: Any, question: str) -> str:
 
 
 class Captioner:
-    """Describes images; the likeliest next token each time, so that a second run says the same.
-
-    Args:
-        tokens: most tokens of an answer.
-    """
+    """Describes images by the likeliest `tokens`, at most so many, so that a second run says the same."""
 
     def __init__(self, name: str, prompt: str, tokens: int, device: str = "cpu") -> None:
         model, self.processor = load_image_text(name)

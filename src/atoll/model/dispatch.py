@@ -30,7 +30,6 @@ def route(
     comes back as NaN.
 
     Args:
-        routing: the strategy.
         logits: of p(k | x_t, t, condition), up to a constant per row; -inf = this expert is missing, and its
             weight is exactly 0.
         uniforms: on [0, 1), `n >= routing.uniforms`.

@@ -273,13 +273,9 @@ def build_network(
     weights: Mapping[str, Any],
     where: str,
 ) -> nn.Module:
-    """The network of a `config.json`, unfilled, once it is known to be the one of these weights.
+    """The network of a `config.json`, unfilled; `weights` are what has a `shape`, by name.
 
-    Args:
-        weights: what has a `shape`, by name.
-
-    Raises:
-        StoreError: the config makes no network, or another one than the weights are of.
+    `StoreError` where the config makes no network, or another one than the weights are of.
     """
     try:
         # A config may ask for more than any machine has, so first the network is built without memory. Even

@@ -39,11 +39,8 @@ class _Graph:
 class Replayed:
     """A call `(x, t, cond) -> output` of a network whose rows do not depend on each other.
 
-    On a CPU, and while gradients are recorded, it is the call itself.
-
-    Args:
-        network: what the call computes with; its weights may move between calls (`residency`).
-        device: the kind of device that records.
+    On a CPU, and while gradients are recorded, it is the call itself. The network is what it computes with,
+    whose weights may move between calls (`residency`); `device` is the kind of device that records.
     """
 
     def __init__(self, network: nn.Module, call: Call, device: str = "cuda") -> None:

@@ -34,8 +34,7 @@ class ResidentExperts:
     One thread at a time (`replay.COMPUTING`) chooses slots, and a worker only copies.
 
     Args:
-        stored: experts by number, None where one is missing. Settings may differ: every architecture gets a
-            network of its own.
+        stored: by number, None where one is missing; every architecture gets a network of its own.
         dtype: of their weights; by default that of the network's class (float32).
 
     Attributes:
