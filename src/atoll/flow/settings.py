@@ -84,10 +84,8 @@ class ObjectiveConfig(Config):
     def _known(cls, name: str) -> str:
         if name in SCHEDULES:
             return name
-        from atoll.flow.schedule import (  # its numbers are looked at, which takes torch
-            schedule,
-            schedule_name,
-        )
+        # Its numbers are looked at, which takes torch.
+        from atoll.flow.schedule import schedule, schedule_name
 
         try:
             return schedule_name(schedule(name))

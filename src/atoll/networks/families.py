@@ -244,9 +244,8 @@ class MaskedJointAttention:
             norms = (attn.norm_added_q, attn.norm_added_k, None)
             added = zip((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), norms, strict=True)
             read = (_heads(attn, text, *parts) for parts in added)
-            query, key, value = (
-                torch.cat(both, dim=2) for both in zip((query, key, value), read, strict=True)
-            )
+            pairs = zip((query, key, value), read, strict=True)
+            query, key, value = (torch.cat(pair, dim=2) for pair in pairs)
         # SD3.5's second attention is handed the same mask, which does not fit: it reads the picture alone.
         mask = None if text is None else attention_mask
         out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -298,9 +297,8 @@ class SD3(_Joint):
         # class would move all of them with the longest side. diffusers reads the table from the file.
         embed = cast(Any, network).pos_embed
         first = (embed.pos_embed_max_size - shape.size // config.patch) // 2
-        places = (torch.arange(embed.pos_embed_max_size, dtype=torch.float32) - first) / (
-            config.interpolation_scale or 1
-        )
+        places = torch.arange(embed.pos_embed_max_size, dtype=torch.float32) - first
+        places = places / (config.interpolation_scale or 1)
         grid = torch.stack(torch.meshgrid(places, places, indexing="xy"))
         table = get_2d_sincos_pos_embed_from_grid(embed.pos_embed.shape[-1], grid, output_type="pt")
         embed.pos_embed.copy_(table[None])

@@ -79,11 +79,9 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B K"]:
         """Logits over experts at `x_t`, time `t` in [0, 1] (0 is data), given the condition."""
-        tokens = self.pos_embed(x_t)
-        tokens = torch.cat([self.cls_token.expand(x_t.shape[0], -1, -1).to(tokens.dtype), tokens], dim=1)
-        modulation, embedded = self.adaln_single(
-            t * 1000.0, batch_size=x_t.shape[0], hidden_dtype=tokens.dtype
-        )
+        tokens, rows = self.pos_embed(x_t), x_t.shape[0]
+        tokens = torch.cat([self.cls_token.expand(rows, -1, -1).to(tokens.dtype), tokens], dim=1)
+        modulation, embedded = self.adaln_single(t * 1000.0, batch_size=rows, hidden_dtype=tokens.dtype)
         text = mask = None
         if self.caption_projection is not None and cond.text is not None:
             text = self.caption_projection(cond.text.to(tokens.dtype))
@@ -93,7 +91,7 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
             embedding, labels = cast(Any, self.label_embedding), cond.labels
             if labels is None:
                 null = embedding.num_classes
-                labels = torch.full((x_t.shape[0],), null, device=x_t.device, dtype=torch.long)
+                labels = torch.full((rows,), null, device=x_t.device, dtype=torch.long)
             tokens = tokens + embedding(labels)[:, None].to(tokens.dtype)
         for block in self.transformer_blocks:
             tokens = block(

@@ -160,9 +160,8 @@ def write_initial_weights(
     """
     assert campaign.config.student is not None
     start, number = campaign.config.student.origin()
-    sources = [
-        source for source in experts_of(campaign.config.partition.k) if number in (None, source.expert)
-    ]
+    experts = experts_of(campaign.config.partition.k)
+    sources = [source for source in experts if number in (None, source.expert)]
 
     def average() -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
