@@ -161,23 +161,21 @@ class TextEncoder:
             blocks = ([torch.cat(clips, -1)] if clips else []) + rest
             blocks = [head, *(pad(block, (0, self.width - block.shape[-1])) for block in blocks)]
             return torch.cat(blocks, dim=1).float().to(tokens.device)
-        network = self.towers[0].network
-        if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
-            there, real = tokens.to(self.device), mask.to(self.device)
+
+        def read(ids: Tensor, real: Tensor) -> Tensor:
             with encoding_precision(self.device):  # as where states are stored, whatever training computes in
-                encoded = network(input_ids=there.long(), attention_mask=real.long())
+                encoded = self.towers[0].network(input_ids=ids.long(), attention_mask=real.long())
             # A row without any token may come out as NaN.
-            states = encoded.last_hidden_state.float().masked_fill(~real[..., None], 0).to(tokens.device)
-            return cast(Tensor, states)
+            return cast(Tensor, encoded.last_hidden_state.float().masked_fill(~real[..., None], 0))
+
+        if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
+            return read(tokens.to(self.device), mask.to(self.device)).to(tokens.device)
         # On a CPU captions of one length are encoded together, and none is padded before: kernels of another
         # length would move the last bits of a caption's states.
         lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
-            ids, real = tokens[rows, :length].long(), mask[rows, :length]
-            with encoding_precision(self.device):
-                encoded = network(input_ids=ids, attention_mask=real.long())
-            states[rows, :length] = encoded.last_hidden_state.float() * real[..., None]
+            states[rows, :length] = read(tokens[rows, :length], mask[rows, :length])
         return states
 
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:
