@@ -152,13 +152,9 @@ def _feistel(values: _U64, keys: _U64, half: int) -> _U64:
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_scramble(right ^ key) & mask)
+        # The finaliser of splitmix64.
+        mixed = (right ^ key) * _MIX
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
     return (left << bits) | right
-
-
-def _scramble(values: _U64) -> _U64:
-    """The finaliser of splitmix64."""
-    values = values * _MIX
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
