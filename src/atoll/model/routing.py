@@ -245,10 +245,6 @@ def draw(p: "Tensor", uniforms: "Tensor") -> "Tensor":
     return counts / uniforms.shape[1] + 0 * cdf[:, -1:]  # a NaN stays one, instead of choosing an expert
 
 
-def _top(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
-    return keep(p, p.new_zeros(p.shape).scatter(-1, p.topk(routing.k).indices, 1))
-
-
 def _threshold(routing: Routing, p: "Tensor", uniforms: "Tensor") -> "Tensor":
     # The top one always stays: with many experts none may reach the threshold.
     top = p.new_zeros(p.shape).scatter(-1, p.argmax(-1, keepdim=True), 1)
@@ -270,7 +266,7 @@ STRATEGIES: dict[str, Strategy] = {
     "top-k": Strategy(
         "top-K",
         lambda r: f"the {f'{r.k} most likely experts' if r.k > 1 else 'most likely expert'} at each step",
-        _top,
+        lambda r, p, u: keep(p, p.new_zeros(p.shape).scatter(-1, p.topk(r.k).indices, 1)),
         ("k",),
         experts=lambda r: r.k,
         least=lambda r: r.k,
