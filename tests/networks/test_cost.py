@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.networks.cost import Float32Norms, Footprint, count, empty_condition, footprint
+from atoll.networks.cost import Float32, Footprint, count, empty_condition, footprint
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -162,9 +162,9 @@ def test_activations_are_what_autograd_keeps_of_real_tensors(name: str, bf16: bo
     network, shape = built(name), SHAPES[name]
 
     def kept(batch: int) -> int:
-        x = torch.randn(batch, shape.channels, 8, 8)
-        t, cond = torch.rand(batch), empty_condition(shape, batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), Float32Norms() if bf16 else nullcontext():
+        x, t = torch.randn(batch, shape.channels, 8, 8), torch.rand(batch)
+        cond, norms = empty_condition(shape, batch), Float32(torch.nn.functional.layer_norm)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), norms if bf16 else nullcontext():
             stores = dict[int, torch.UntypedStorage]()
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:

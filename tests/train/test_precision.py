@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from atoll.train.parallel import Float32Attention
+from atoll.networks.cost import Float32
 from atoll.train.run import train_run
 from helpers import metrics, partitioned
 
@@ -18,7 +18,7 @@ def test_attention_is_in_float32_and_the_rest_in_bf16(kind: torch.dtype | None) 
     query, key, value = torch.randn(3, 2, 3, 5, 4, dtype=torch.bfloat16)
     mask = None if kind is None else torch.ones(2, 1, 1, 5).to(kind)
     short = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    with Float32Attention(), torch.autocast("cpu", torch.bfloat16):
+    with Float32(scaled_dot_product_attention), torch.autocast("cpu", torch.bfloat16):
         product = query @ key.mT
         whole = scaled_dot_product_attention(query, key, value, attn_mask=mask)
     assert (product.dtype, whole.dtype) == (torch.bfloat16, torch.float32)

@@ -147,7 +147,9 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
         checkpointed.clear()
         x = torch.empty(batch, shape.channels, *shape.largest)
         t, cond = torch.empty(batch), empty_condition(shape, batch)
-        cuda = Float32Norms() if bf16 else nullcontext()
+        # As under CUDA's autocast, whose float32 results are kept beside their bf16 casts: in bf16 this would
+        # be a tenth to a fifth too little memory.
+        cuda = Float32(nn.functional.layer_norm) if bf16 else nullcontext()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), cuda, hooks:
             # torch warns so of RMSNorm under autocast: float32 weights rule out its fused kernel.
@@ -177,20 +179,26 @@ def footprint(build: Build, call: Call, shape: DataShape, bf16: bool) -> Footpri
     return Footprint(trained, largest, outside, casts, each, kept + inside, drawing, frozen, storable)
 
 
-class Float32Norms(TorchFunctionMode):
-    """Layer norms in float32, as under CUDA's autocast: its float32 results are kept beside their bf16 casts.
+class Float32(TorchFunctionMode):
+    """One function in float32 under autocast on the CPU, which would compute it in bf16."""
 
-    The CPU's autocast leaves them in bf16, which would be a tenth to a fifth too little memory.
-    """
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not nn.functional.layer_norm:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is not self.function:
+            return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
-            # Weights are float32 as it is.
-            return func(args[0].float(), *args[1:], **(kwargs or {}))
+            return func(*map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()})
+
+
+def _float32(value: Any) -> Any:
+    short = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if short else value
 
 
 @dataclass(frozen=True)

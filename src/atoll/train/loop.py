@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from atoll.base.console import Progress, say
 from atoll.base.device import using_threads
@@ -21,13 +22,14 @@ from atoll.campaign.publication import promote, publish_network
 from atoll.campaign.runs import MetricsLine
 from atoll.campaign.settings.train import TrackingConfig
 from atoll.model.checkpoint import Checkpoint
+from atoll.networks.cost import Float32
 from atoll.networks.families import kept_buffers
 from atoll.networks.lora import own, trainable
 from atoll.store.lease import Heart, Heartbeat, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
 from atoll.train.loggers import RunInfo, Trackers
-from atoll.train.parallel import Float32Attention, StepSharding, whole
+from atoll.train.parallel import StepSharding, whole
 from atoll.train.rows import Batch, Prefetcher
 from atoll.train.state import WRITES_APART, Ema, Guard, Saver, TrainState, resume
 from atoll.train.tasks import Task
@@ -64,8 +66,10 @@ class _Run:
         if parallel.micro_batch or not cpu:  # a GPU that has room for a step's samples need not have for more
             task.at_once = self.sharding.at_once
         self.precision = torch.autocast(group.device.type, torch.bfloat16, enabled=self.autocast)
+        # On a CPU bf16 makes the backward pass of attention six times slower, though all the rest is faster.
+        # Not for networks that compute activations again: backward passes, which do so, lie outside of it.
         wide = self.autocast and cpu and not self.sharding.recomputes
-        self.attention = Float32Attention() if wide else nullcontext()
+        self.attention = Float32(scaled_dot_product_attention) if wide else nullcontext()
         self.forward = self.sharding.wrap(task.step)
         self.parameters = list(trainable(network).values())
         optimizer = torch.optim.AdamW(

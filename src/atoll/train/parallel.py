@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from atoll.base.errors import ConfigError
 from atoll.base.processes import COLLECTIVE, ProcessGroup, named
@@ -124,28 +122,6 @@ def _shard(network: nn.Module, shard: int, group: ProcessGroup, bf16: bool) -> N
 def _blocks(network: nn.Module) -> list[nn.Module]:
     names = "transformer_blocks", "single_transformer_blocks"
     return [block for name in names for block in getattr(network, name, [])]
-
-
-class Float32Attention(TorchFunctionMode):
-    """Attention in float32 under autocast on the CPU, where bf16 makes its backward pass six times slower.
-
-    All the rest, matrix products before all, is faster in bf16 on a CPU that has it in hardware. Not for
-    networks that compute activations again: backward passes, which do so, lie outside of it.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        with torch.autocast("cpu", enabled=False):
-            return func(*map(_float32, args), **{name: _float32(value) for name, value in kwargs.items()})
-
-
-def _float32(value: Any) -> Any:
-    short = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if short else value
 
 
 def local(tensor: Tensor) -> Tensor:
