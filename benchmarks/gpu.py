@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, finish, measured, median_row, moment, parser, row, synthetic
+from harness import Row, finish, measured, median_row, moment, paired, parser, ratios, row, synthetic
 from PIL import Image
 from sampling import (
     GPU,
@@ -154,16 +154,10 @@ def ceiling(case: str, quick: bool) -> Iterator[Row]:
     yield row(case, "copy, read and written", 2 * source.numel() / statistics.median(seconds) / 1e9, "GB/s")
 
 
-def timed(run: Callable[[], Any], times: int, warm: int = 2) -> list[float]:
-    """Seconds of each call, after some to begin with."""
-    for _ in range(warm):
-        run()
-    seconds = []
-    for _ in range(times):
-        before = moment()
-        run()
-        seconds.append(moment() - before)
-    return seconds
+def timed(run: Callable[[], Any], times: int) -> list[float]:
+    """Seconds of each call, after two to begin with."""
+    run(), run()
+    return paired([run], times)[0]
 
 
 # Training.
@@ -303,11 +297,9 @@ def sampling(case: str, quick: bool) -> Iterator[Row]:
     for routing in ("top-1", "once", "top-2", "full"):
         turns = one_batch(bank, setting, routing), one_batch(alone, setting, "once")
         mine, theirs = in_pairs(*turns, 1 if quick else 3)
-        found = [a / b for a, b in zip(mine, theirs, strict=True)]
-        yield median_row(case, f"K = {setting.k}, {routing} / one network, time", found)
+        yield median_row(case, f"K = {setting.k}, {routing} / one network, time", ratios(mine, theirs))
     sorted_batches = many_batches(bank, setting, "once"), many_batches(alone, setting, "once")
-    mine, their_batches = in_pairs(*sorted_batches, 1 if quick else 3)
-    found = [a / b for a, b in zip(mine, their_batches, strict=True)]
+    found = ratios(*in_pairs(*sorted_batches, 1 if quick else 3))
     yield median_row(case, f"K = {setting.k}, once by expert / one network, time", found)
     each = [s / setting.steps for s in theirs]
     done = 2 * setting.batch * cost.experts[0]
@@ -335,8 +327,7 @@ def swapped(case: str, quick: bool) -> Iterator[Row]:
         moved = Bank(apart, router, costs=costs(setting))
         for routing in ("once", "top-1"):
             turns = one_batch(moved, setting, routing), one_batch(here, setting, routing)
-            mine, theirs = in_pairs(*turns, 1 if quick else 3)
-            found = [a / b for a, b in zip(mine, theirs, strict=True)]
+            found = ratios(*in_pairs(*turns, 1 if quick else 3))
             yield median_row(case, f"{routing}, one of {setting.k} resident / all, time", found)
         yield row(case, "an expert's weights", apart.place_bytes / 2**20, "MiB")
 
@@ -355,8 +346,7 @@ def storage(case: str, quick: bool) -> Iterator[Row]:
         for how in (setting, few):
             base = one_batch(banks[0], how, "once")
             for name, bank in zip(names[1:], banks[1:], strict=True):
-                mine, theirs = in_pairs(one_batch(bank, how, "once"), base, 1 if quick else 3)
-                found = [a / b for a, b in zip(mine, theirs, strict=True)]
+                found = ratios(*in_pairs(one_batch(bank, how, "once"), base, 1 if quick else 3))
                 yield median_row(case, f"{name}, batches of {how.batch} / bf16, time", found)
         for name, one in zip(names[1:], made[1:], strict=True):
             yield row(case, f"{name}, bytes of an expert / bf16", one.place_bytes / made[0].place_bytes)
