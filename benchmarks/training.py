@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from atoll.base.device import own_device
 from atoll.base.preemption import Interrupted
+from atoll.base.text import many
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.initial import initial_network
 from atoll.campaign.runs import Recipe, RunPlan
@@ -72,7 +73,7 @@ def main() -> None:
     for name, network in networks.items():
         for cores, threads in [(1, 1), (2, 1)] if options.quick else [(1, 1), (2, 1), (2, 2)]:
             if cores <= (os.cpu_count() or 1):
-                case = f"{name}: {count(cores, 'core')}, {count(threads, 'thread')}"
+                case = f"{name}: {many(cores, 'core')}, {many(threads, 'thread')}"
                 cases[case] = partial(on_cores, case, ("<=", 1.05), cores, threads, pairs=pairs, **network)
         if torch.cpu.get_capabilities().get("avx512_bf16"):
             case = f"{name}: 1 core, 1 thread, whole in bf16"
@@ -88,11 +89,6 @@ def on_cores(case: str, target: tuple[str, float] | None, cores: int, threads: i
     """Both loops on the first so many cores, each with so many threads."""
     quiet = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return ratio_rows(case, child(__file__, cores, quiet, threads=threads, **work), target)
-
-
-def count(number: int, noun: str) -> str:
-    """`1 core`, `2 cores`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def ratio_rows(case: str, found: dict[str, Any], target: tuple[str, float] | None) -> list[Row]:
