@@ -49,19 +49,18 @@ from sampling import (
     stored,
 )
 from torch import Tensor
+from training import recipe_of
 
 from atoll.base.condition import Condition
 from atoll.base.device import own_device
 from atoll.base.processes import ProcessGroup
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.plan import OVERHEAD, denoiser_footprint, mode
-from atoll.campaign.runs import Recipe, RunPlan
 from atoll.campaign.settings.train import TrainConfig
 from atoll.data.samples import Samples
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
-from atoll.flow.settings import ObjectiveConfig
 from atoll.model.bank import Bank
 from atoll.model.card import Card
 from atoll.model.expert import Expert
@@ -166,22 +165,9 @@ def timed(run: Callable[[], Any], times: int) -> list[float]:
 def planned_run(folder: str, case: str, network: Network, compiled: bool) -> _Run:
     """A run of the real loop, without data."""
     config, shape, batch, at_once = network
-    device, flops = own_device(), denoiser_flops(config, shape)
-    plan = RunPlan(
-        role="monolith",
-        rows=batch,
-        steps=1000,
-        batch=batch,
-        partition="",
-        seed=0,
-        init_seed=0,
-        init_sha256=None,
-        train_flops=1000 * batch * flops.train,
-        forward_flops=flops.forward,
-        shape=shape,
-    )
+    device = own_device()
     training = TrainConfig(batch=batch, parallel={"compile": compiled, "micro_batch": at_once})  # type: ignore[arg-type]
-    recipe = Recipe(objective=ObjectiveConfig(), train=training, network=config.model_dump(), plan=plan)
+    recipe = recipe_of(config, shape, training, rows=batch, steps=1000)
     nothing: Any = None
     rows = TrainingRows(nothing, nothing, recipe, {"name": "none"}, None)
     with torch.device(device):

@@ -44,7 +44,7 @@ from atoll.data.dataset import DataSet
 from atoll.data.samples import data_shape
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.families import parameter_count
-from atoll.networks.settings import NetworkConfig
+from atoll.networks.settings import DataShape, NetworkConfig
 from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train import loop
@@ -159,24 +159,29 @@ def measure(
 Make = Callable[[], tuple[DenoiserTask, Recipe]]
 
 
-def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, steps: int) -> Make:
-    """What makes the task and its recipe anew, with the same initial weights."""
-    shape = data_shape(dataset, "class")
-    flops = denoiser_flops(settings, shape)
+def recipe_of(network: NetworkConfig, shape: DataShape, train: TrainConfig, rows: int, steps: int) -> Recipe:
+    """The recipe of a run that belongs to no campaign."""
+    flops = denoiser_flops(network, shape)
     plan = RunPlan(
         role="monolith",
-        rows=len(dataset),
+        rows=rows,
         steps=steps,
-        batch=training.batch,
+        batch=train.batch,
         partition="",
         seed=0,
         init_seed=0,
         init_sha256=None,
-        train_flops=steps * training.batch * flops.train,
+        train_flops=steps * train.batch * flops.train,
         forward_flops=flops.forward,
         shape=shape,
     )
-    recipe = Recipe(objective=ObjectiveConfig(), train=training, network=settings.model_dump(), plan=plan)
+    return Recipe(objective=ObjectiveConfig(), train=train, network=network.model_dump(), plan=plan)
+
+
+def maker(settings: NetworkConfig, training: TrainConfig, dataset: DataSet, steps: int) -> Make:
+    """What makes the task and its recipe anew, with the same initial weights."""
+    shape = data_shape(dataset, "class")
+    recipe = recipe_of(settings, shape, training, len(dataset), steps)
     rows = TrainingRows.of(dataset, "class", recipe)
 
     def make() -> tuple[DenoiserTask, Recipe]:
