@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, finish, measured, median_row, moment, paired, parser, ratios, row, synthetic
+from harness import Row, finish, measured, median_row, moment, paired, parser, ratios, row
+from loading import drawn_texts
 from PIL import Image
 from sampling import (
     GPU,
@@ -48,7 +49,6 @@ from sampling import (
     one_batch,
     stored,
 )
-from torch import Tensor
 from training import recipe_of
 
 from atoll.base.condition import Condition
@@ -57,7 +57,6 @@ from atoll.base.processes import ProcessGroup
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.plan import OVERHEAD, denoiser_footprint, mode
 from atoll.campaign.settings.train import TrainConfig
-from atoll.data.samples import Samples
 from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
@@ -244,18 +243,8 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     """Batches that one thread reads from disk, as they go to the device."""
     torch.set_num_threads(1)
     count, batch, length, width = (32, 4, 8, 16) if quick else (512, 32, 120, 4096)
-    states = torch.randn(length, width).half()
-    shape = DataShape(4, 32, width, length)
-    columns: dict[str, Callable[[int], Tensor]] = {
-        "latents": lambda _: torch.randn(count, 4, 32, 32).half(),
-        "split": lambda _: torch.zeros(count, dtype=torch.int8),
-    }
     with tempfile.TemporaryDirectory() as folder:
-        dataset = synthetic(Store.open(folder, create=True), [count], columns)
-        texts = {"values": states.repeat(count, 1), "lengths": torch.full((count,), length)}
-        null = {"null": {"values": states[:1]}}
-        dataset.write_column("text", {"name": "drawn", "hash": ""}, lambda _: texts, null, "ragged")
-        samples = Samples(dataset, dataset.split("train"), "text", shape)
+        samples = drawn_texts(Store.open(folder, create=True), count, length, width)
         order = torch.randperm(count).numpy()
 
         def read() -> None:

@@ -112,23 +112,11 @@ def texts(quick: bool) -> Iterator[Row]:
     """Samples that one thread reads in a second of its core, with text of the largest encoder in use."""
     torch.set_num_threads(1)
     count, batch, length, width = (32, 8, 8, 16) if quick else (512, 32, 120, 4096)
-    states = torch.randn(length, width).half()
-    columns = {
-        "latents": lambda _: torch.randn(count, *SHAPE).half(),
-        "split": lambda _: torch.zeros(count, dtype=torch.int8),
-    }
     with tempfile.TemporaryDirectory(prefix="atoll-loading-") as folder:
-        dataset = synthetic(Store.open(Path(folder), create=True), [count], columns)
-        values = {"values": states.repeat(count, 1), "lengths": torch.full((count,), length)}
-        null = {"null": {"values": states[:1]}}
-        dataset.write_column("text", {"name": "drawn", "hash": ""}, lambda _: values, null, "ragged")
-        samples = Samples(dataset, dataset.split("train"), "text", DataShape(4, 32, width, length))
+        samples = drawn_texts(Store.open(folder, create=True), count, length, width)
         rows = np.random.default_rng(0).permutation(count)
         keep = torch.rand(batch)
         null_states = samples.null.map(Tensor.float)
-
-        def stored(part: NDArray[np.int64]) -> Condition:
-            return samples.stored(part)
 
         def widened(part: NDArray[np.int64]) -> Condition:
             return drop_condition(samples.conditions(part), null_states, keep, 0.1)
@@ -138,7 +126,7 @@ def texts(quick: bool) -> Iterator[Row]:
             began = time.thread_time()
             for first in range(0, count, batch):
                 part = rows[first : first + batch]
-                samples.latents(part), (stored if way == "stored" else widened)(part)
+                samples.latents(part), (samples.stored if way == "stored" else widened)(part)
             speeds[way].append(count / (time.thread_time() - began))
     case = f"text, {length} x {width}"
     yield median_row(
@@ -146,6 +134,19 @@ def texts(quick: bool) -> Iterator[Row]:
     )
     yield median_row(case, "samples a second of a core, filled up on the CPU", speeds["widened"], "/s")
     yield median_row(case, "as stored / filled up", ratios(speeds["stored"], speeds["widened"]))
+
+
+def drawn_texts(store: Store, count: int, length: int, width: int) -> Samples:
+    """Write training rows of latents and text states, the same states in each."""
+    columns = {
+        "latents": lambda _: torch.randn(count, *SHAPE).half(),
+        "split": lambda _: torch.zeros(count, dtype=torch.int8),
+    }
+    dataset, states = synthetic(store, [count], columns), torch.randn(length, width).half()
+    values = {"values": states.repeat(count, 1), "lengths": torch.full((count,), length)}
+    null = {"null": {"values": states[:1]}}
+    dataset.write_column("text", {"name": "drawn", "hash": ""}, lambda _: values, null, "ragged")
+    return Samples(dataset, dataset.split("train"), "text", DataShape(4, 32, width, length))
 
 
 def work(kind: str, folder: str) -> dict[str, float]:
