@@ -301,9 +301,7 @@ def dedupe(options: argparse.Namespace, scratch: Path) -> None:
             kinds[name] = (sample(folder, options.originals), 32)
     if not kinds:
         options.error("give some of --photographs, --emoji and --icons, or --quick")
-    rows = [
-        line for name, (originals, size) in kinds.items() for line in planted(name, originals, size, scratch)
-    ]
+    rows = [line for name, kind in kinds.items() for line in planted(name, *kind, scratch)]
     if options.emoji:
         rows += series(options.emoji, scratch / "series")
     if options.icons and options.sheet:
@@ -448,11 +446,7 @@ def tail(options: argparse.Namespace, scratch: Path) -> None:
 
 
 def judged(
-    models: Mapping[str, tuple[Path, str]],
-    n: int,
-    each: int,
-    how: dict[str, Any],
-    templates: Sequence[str],
+    models: Mapping[str, tuple[Path, str]], n: int, each: int, how: dict[str, Any], templates: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows of `tail.csv` by model; prompts are those of the first campaign's counts."""
     prompts, found = None, {}

@@ -110,9 +110,8 @@ def aesthetics(options: argparse.Namespace, scratch: Path) -> None:
             for value in ("SRCC", "PLCC", "KRCC", "MSE", "MAE", "accuracy"):
                 asked = (case, name, value) == ("related", "Whole", "SRCC")
                 values = [each[name][value] for each in found]
-                rows.append(
-                    median_row(f"{case}: {name}", value, values, target=(">=", 0.8) if asked else None)
-                )
+                target = (">=", 0.8) if asked else None
+                rows.append(median_row(f"{case}: {name}", value, values, target=target))
         best = [max(each[n]["SRCC"] for n in (*HEADS[:2], "Whole")) for each in found]
         gaps = [each["MetaVoter"]["SRCC"] - b for each, b in zip(found, best, strict=True)]
         rows.append(median_row(f"{case}: MetaVoter less the best", "SRCC", gaps, target=(">=", -0.01)))

@@ -349,15 +349,10 @@ def encoding(case: str, quick: bool) -> Iterator[Row]:
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
     dino_config = transformers.Dinov2Config(image_size=518, patch_size=14, **(small if quick else large))
-    t5_config = transformers.T5Config(
-        vocab_size=32128,
-        feed_forward_proj="gated-gelu",
-        **(
-            {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-            if quick
-            else {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
-        ),
-    )
+    small = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    large = {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
+    size = {"vocab_size": 32128, **(small if quick else large)}
+    t5_config = transformers.T5Config(feed_forward_proj="gated-gelu", **size)
     with torch.device(device):
         vae = diffusers.AutoencoderKL(latent_channels=4, **blocks).eval().requires_grad_(False)
         dino = transformers.Dinov2Model(dino_config).eval().requires_grad_(False)
@@ -384,12 +379,8 @@ def encoding(case: str, quick: bool) -> Iterator[Row]:
     lengths = torch.randint(5, 60, (count,), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(60) < lengths[:, None]
     tokens = torch.randint(2, 32000, mask.shape) * mask
-    yield median_row(
-        case,
-        "T5-XL, captions of 5 to 60 tokens",
-        rate(timed(lambda: texts.encode_tokens(tokens, mask), times)),
-        "1/s",
-    )
+    seconds = timed(lambda: texts.encode_tokens(tokens, mask), times)
+    yield median_row(case, "T5-XL, captions of 5 to 60 tokens", rate(seconds), "1/s")
 
 
 # Serving.

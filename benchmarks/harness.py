@@ -188,9 +188,8 @@ def synthetic(
         content["id"] = [f"{row:09d}" for row in range(first, first + rows)]
         content["label"] = [row % classes for row in range(first, first + rows)]
         table = to_parquet(pa.table(content, schema=ROWS))
-        shards.append(
-            Shard(rows=rows, files={"rows": write_file(store, "", f"rows/{number:05d}.parquet", table)})
-        )
+        files = {"rows": write_file(store, "", f"rows/{number:05d}.parquet", table)}
+        shards.append(Shard(rows=rows, files=files))
         first += rows
     manifest = Manifest(identity=f"{first}", source={"name": "synthetic"}, rows=first, shards=shards)
     dataset = DataSet(store, "", manifest)

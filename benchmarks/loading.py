@@ -129,10 +129,9 @@ def texts(quick: bool) -> Iterator[Row]:
                 samples.latents(part), (samples.stored if way == "stored" else widened)(part)
             speeds[way].append(count / (time.thread_time() - began))
     case = f"text, {length} x {width}"
-    yield median_row(
-        case, "samples a second of a core, as stored", speeds["stored"], "/s", target=(">=", 2000)
-    )
-    yield median_row(case, "samples a second of a core, filled up on the CPU", speeds["widened"], "/s")
+    each, target = "samples a second of a core", (">=", 2000)
+    yield median_row(case, f"{each}, as stored", speeds["stored"], "/s", target=target)
+    yield median_row(case, f"{each}, filled up on the CPU", speeds["widened"], "/s")
     yield median_row(case, "as stored / filled up", ratios(speeds["stored"], speeds["widened"]))
 
 

@@ -25,17 +25,7 @@ from typing import Any
 import torch
 import yaml
 from emoji import SETTINGS, options_of, partitioned, side_by_side, words_of
-from harness import (
-    Row,
-    comparison_of,
-    finish,
-    median_row,
-    moment,
-    paired,
-    ratios,
-    row,
-    run_command,
-)
+from harness import Row, comparison_of, finish, median_row, moment, paired, ratios, row, run_command
 
 from atoll.base.condition import Condition
 from atoll.campaign.folder import Campaign

@@ -309,10 +309,8 @@ def number_of_experts(name: str, setting: Setting, pairs: int) -> Iterator[Row]:
     for k in (2, 4, 8, 16):
         own = replace(setting, k=k)
         ensemble = Bank([expert(own) for _ in range(k)], Opinions(own), costs=costs(own))
-        mine, theirs = in_pairs(one_batch(ensemble, own, "top-1"), monolith, pairs)
-        yield median_row(
-            f"{name}, K = {k}", "top-1 / monolith, time", ratios(mine, theirs), target=("<=", 1.10)
-        )
+        found = ratios(*in_pairs(one_batch(ensemble, own, "top-1"), monolith, pairs))
+        yield median_row(f"{name}, K = {k}", "top-1 / monolith, time", found, target=("<=", 1.10))
 
 
 def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Iterator[Row]:
@@ -325,19 +323,16 @@ def one_resident(name: str, setting: Setting, pairs: int, threads: int) -> Itera
         yield row(case, "an expert's weights", size / 2**20, "MiB")
         yield row(case, "monolith, peak memory", alone / 2**20, "MiB")
         opinions, cost = Opinions(setting), costs(setting)
-        everyone = Bank(
-            ResidentExperts(stored(setting, folder), None, setting.device, setting.dtype), opinions, (), cost
-        )
+        whole = ResidentExperts(stored(setting, folder), None, setting.device, setting.dtype)
+        everyone = Bank(whole, opinions, (), cost)
         single = ResidentExperts(stored(setting, folder), Residency(experts=1), setting.device, setting.dtype)
         offloaded = Bank(single, opinions, (), cost)
         for routing, turn in (("top-1", one_batch), ("once", many_batches)):
             more = in_child(setting, routing, folder, threads) - alone
             yield row(case, f"{routing}: (peak - monolith's) / expert", more / size, target=("<=", 1.0))
             before = single.loads
-            mine, theirs = in_pairs(
-                turn(offloaded, setting, routing), turn(everyone, setting, routing), pairs
-            )
-            yield median_row(case, f"{routing} / all resident, time", ratios(mine, theirs))
+            turns = turn(offloaded, setting, routing), turn(everyone, setting, routing)
+            yield median_row(case, f"{routing} / all resident, time", ratios(*in_pairs(*turns, pairs)))
             yield row(case, f"{routing}: experts brought, a turn", (single.loads - before) / (pairs + 1))
 
 

@@ -58,9 +58,8 @@ def main() -> None:
         options.teacher_steps = 8
     with tempfile.TemporaryDirectory() as scratch:
         lines, metric = measured(Path(scratch), options)
-    finish(
-        "steps", lines, options, {"metric": metric, "settings": merged(SETTINGS, CHANGES), "student": STUDENT}
-    )
+    notes = {"metric": metric, "settings": merged(SETTINGS, CHANGES), "student": STUDENT}
+    finish("steps", lines, options, notes)
 
 
 def measured(folder: Path, options: Any) -> tuple[list[Row], str]:
