@@ -242,12 +242,7 @@ def _copies(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any] | None:
     }
     every = [picture for shown in pairs.values() for *_, left, right in shown for picture in (left, right)]
     strategy = diagnosis.strategies[0] if diagnosis.strategies else ""
-    return {
-        "lines": nearest,
-        **pairs,
-        "pixelated": pixelated(every),
-        "strategy": strategy,
-    }
+    return {"lines": nearest, **pairs, "pixelated": pixelated(every), "strategy": strategy}
 
 
 def sampling(facts: Facts) -> dict[str, Any] | None:
@@ -267,6 +262,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
         return rows
 
     changes = {row.strategy: row for row in diagnosis.select("switches", step="all")}
+    changing = [name for name, row in changes.items() if row.rate]
     usage, landing = by_expert("usage", "expert"), by_expert("landing", "cluster")
     stability = diagnosis.select("stability")
     # Size and conditions are the same for all strategies, so they are taken of any.
@@ -276,17 +272,12 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
         used.append([expert, first.size, first.asked, *(row.used for row in by.values())])
     return {
         "changes": changes,
-        "switches": by_time(
-            lines([name for name, row in changes.items() if row.rate], "switches", "rate"), zero=True
-        ),
+        "switches": by_time(lines(changing, "switches", "rate"), zero=True),
         "strategies": list(next(iter(usage.values()), ())),
         "usage": used,
         "most_used": max((max(row[1:]) for row in used), default=1.0),
         "landing": landing,
         "ends": [[cluster, *(row.landed for row in by.values())] for cluster, by in landing.items()],
         "stability": stability,
-        "foreseen": by_time(
-            lines([row.strategy for row in stability], "lipschitz", "foreseen"),
-            zero=True,
-        ),
+        "foreseen": by_time(lines([row.strategy for row in stability], "lipschitz", "foreseen"), zero=True),
     }

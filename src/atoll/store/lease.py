@@ -199,13 +199,8 @@ class Heart:
                 # First the log: a holder that was fenced must not overwrite its successor's sign of life.
                 self.log.check()
                 beats += 1
-                beat = Heartbeat(
-                    holder=self.log.holder,
-                    host=socket.gethostname(),
-                    beat=beats,
-                    time=round(time.time(), 3),
-                    **self.read(),
-                )
+                host, now = socket.gethostname(), round(time.time(), 3)
+                beat = Heartbeat(holder=self.log.holder, host=host, beat=beats, time=now, **self.read())
                 self.log.store.put_json(HEARTBEAT, beat.to_json())
             except Fenced as error:
                 self.fenced = error

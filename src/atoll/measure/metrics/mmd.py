@@ -92,10 +92,7 @@ def kid(
 
 
 def cmmd(
-    samples: F32,
-    reference: F32,
-    sigma: float = CMMD_SIGMA,
-    device: torch.device | str = "cpu",
+    samples: F32, reference: F32, sigma: float = CMMD_SIGMA, device: torch.device | str = "cpu"
 ) -> float:
     """1000 MMD^2 with the kernel exp(-|x - y|^2 / (2 sigma^2)) on features of length 1, over all pairs.
 
@@ -118,14 +115,7 @@ def _polynomial(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _mmd(
-    one: F32,
-    other: F32,
-    kernel: Kernel,
-    i: Index,
-    j: Index,
-    *,
-    unbiased: bool,
-    device: torch.device | str,
+    one: F32, other: F32, kernel: Kernel, i: Index, j: Index, *, unbiased: bool, device: torch.device | str
 ) -> float:
     """MMD^2 between rows `i` of one set and rows `j` of the other."""
 
