@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,7 @@ class Server:
     """A process that answers at an address, since it was started (`time.monotonic`)."""
 
     url: str
-    process: subprocess.Popen[bytes]
-    born: float = field(default_factory=time.monotonic)
+    born: float
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def running(*words: str, path: str, ready: str) -> Iterator[Server]:
             if process.poll() is not None or time.monotonic() - born > 120:
                 raise SystemExit(f"a server ended, or is not ready after two minutes: {process.args}")
             time.sleep(0.1)
-        yield Server(address + path, process, born)
+        yield Server(address + path, born)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
