@@ -236,23 +236,11 @@ def evaluate_stage(
     rows = []
     for (name, place), judged in groups.items():
         having = table[concepts[place]]
-        routed_by, hit, rank, looked = (
-            None if None in values else float(np.mean(values)) for values in zip(*judged, strict=True)
-        )
-        assert hit is not None and rank is not None
-        rows.append(
-            TailRow(
-                model=name,
-                kind=KINDS[place % 2],
-                concept=counts.concepts[concepts[place]],
-                rows=int(having.sum()),
-                best_expert=int(having.max()),
-                routed=routed_by,
-                hit=hit,
-                rank=rank,
-                looks=looked,
-            )
-        )
+        means = (None if None in values else float(np.mean(values)) for values in zip(*judged, strict=True))
+        numbers: dict[str, Any] = dict(zip(("routed", "hit", "rank", "looks"), means, strict=True))
+        numbers |= {"rows": int(having.sum()), "best_expert": int(having.max())}
+        concept = counts.concepts[concepts[place]]
+        rows.append(TailRow(model=name, kind=KINDS[place % 2], concept=concept, **numbers))
     campaign.store.put(RESULTS, Table.of(TailRow, rows).to_csv())
 
     # Means over the concepts of each kind, for people.
