@@ -284,10 +284,8 @@ def _write(store: Store, counts: ConceptCounts) -> None:
 
     # A line of the CSV for each concept, the rarest first: totals, evenness over experts, rows of each.
     even = evenness(deciding, rows)
-    heads = (
-        *("concept", *tables, "evenness", "best_expert"),
-        *(f"expert_{number}" for number in range(len(rows))),
-    )
+    numbered = (f"expert_{number}" for number in range(len(rows)))
+    heads = ("concept", *tables, "evenness", "best_expert", *numbered)
     lines = []
     for number in np.argsort(deciding.sum(1), kind="stable"):
         own = deciding[number].tolist()
@@ -303,20 +301,15 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     for number, (seen, own) in enumerate(zip(deciding.T, telling(deciding, rows), strict=True)):
         typical = ", ".join(counts.concepts[concept] for concept in own) or None
         experts.append([number, counts.rows[number], f"{(seen > 0).mean():.1%}", typical])
-    ReportTable(
-        title="Concepts of the experts",
-        text=f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit).",
-        columns=columns,
-        rows=experts,
-    ).write(store, CONCEPTS)
+    about = f"Of {len(counts.concepts):,} concepts, those that an expert ever sees (atoll concepts audit)."
+    report = ReportTable(title="Concepts of the experts", text=about, columns=columns, rows=experts)
+    report.write(store, CONCEPTS)
     spreads = [spread(name, table, rows) for name, table in tables.items()]
     say("\n".join(text(Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"))))
     shown = [dict(zip(columns, row, strict=True)) for row in experts]
     say("\n".join(text(Table("", "", tuple(map(TableColumn, columns)), shown))))
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
-        say(
-            f"misaligned: {misaligned:,} of {comparable:,} rows with concepts in caption and picture have"
-            f" none in common ({misaligned / max(1, int(rows.sum())):.2%} of all rows)"
-        )
+        what = f"misaligned: {misaligned:,} of {comparable:,} rows with concepts in caption and picture have"
+        say(f"{what} none in common ({misaligned / max(1, int(rows.sum())):.2%} of all rows)")
     say(f"wrote {store.name(TABLE)} and .json")

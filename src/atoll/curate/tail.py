@@ -251,19 +251,16 @@ def evaluate_stage(
         of = {kind: [row for row in rows if (row.model, row.kind) == (name, kind)] for kind in KINDS}
         cells = ([v for row in of[kind] if (v := getattr(row, value)) is not None] for value, kind in columns)
         lines.append([name, *(_mean(np.array(values)) if values else None for values in cells)])
-    shown = Table(
-        "", "", tuple(map(TableColumn, heads)), [dict(zip(heads, line, strict=True)) for line in lines]
-    )
-    say("\n".join(text(shown)))
+    shown = [dict(zip(heads, line, strict=True)) for line in lines]
+    say("\n".join(text(Table("", "", tuple(map(TableColumn, heads)), shown))))
     about = (
         "Prompts of rare concepts and of common ones like them. Hit: the nearest real picture, by"
         f" {space[0]}, has the concept; rank: the share of other concepts of the kind whose"
         " nearest picture is farther. 95 % intervals over concepts. Real pictures are judged by the others"
         " (atoll concepts evaluate)."
     )
-    ReportTable(title="Rare concepts and common ones", text=about, columns=heads, rows=lines).write(
-        campaign.store, "tail"
-    )
+    report = ReportTable(title="Rare concepts and common ones", text=about, columns=heads, rows=lines)
+    report.write(campaign.store, "tail")
     say(f"wrote {campaign.store.name(RESULTS)}")
     return rows
 

@@ -170,9 +170,8 @@ def filter_stage(
     write_weights(dataset, {**producer, "times": times, "values": sha256(weights.tobytes())}, weights)
     rule = f"{' and '.join(keep)}{', within each cluster' * per_cluster} (atoll data filter)."
     heads = ["of", "rows", "kept", "share"]
-    ReportTable(title="Rows that were kept", text=rule, columns=heads, rows=table).write(
-        campaign.store, "filter"
-    )
+    report = ReportTable(title="Rows that were kept", text=rule, columns=heads, rows=table)
+    report.write(campaign.store, "filter")
     ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
     campaign.store.put("reports/kept.txt", ids.encode())
     say(f"wrote reports/kept.txt and column {WEIGHTS}: a new campaign trains on the rows that were kept")
@@ -227,9 +226,8 @@ def rebalance_stage(
     if target is not None:
         # The largest t whose weights sum to no more than the target.
         if not 1 <= target <= len(train):
-            raise ConfigError(
-                f"a target of {target:,} of {len(train):,} training rows", "give fewer, at least 1"
-            )
+            what = f"a target of {target:,} of {len(train):,} training rows"
+            raise ConfigError(what, "give fewer, at least 1")
         t, high = 1.0, float(len(train))
         if (least := weights_at(t)[train].sum()) > target:
             fix = f"give {int(np.ceil(least)):,} or more"

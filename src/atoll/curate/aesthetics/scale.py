@@ -205,9 +205,8 @@ def read_labels(
         raise DataError(f"{what}, not from {low:g} to {high:g}", "say --range WORST BEST, or correct it")
     if not known.any(1).all():
         row = int((~known.any(1)).nonzero()[0])
-        raise DataError(
-            f"{path}, row {row} has no score", "give score, scores or a dimension, or leave it out"
-        )
+        fix = "give score, scores or a dimension, or leave it out"
+        raise DataError(f"{path}, row {row} has no score", fix)
     groups = table["group"].to_pylist() if "group" in table.column_names else names
     return Labels(names, (scores - low) / (high - low), [str(group) for group in groups], opened)
 

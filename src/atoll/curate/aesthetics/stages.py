@@ -118,9 +118,8 @@ def _reported(campaign: Campaign, column: Column) -> Column:
     ]
     heads = ["rows", *(names[n] for n in order)]
     about = "Means over all rows of the data set (atoll aesthetics score)."
-    ReportTable(title="Scores of the pictures", text=about, columns=heads, rows=rows).write(
-        campaign.store, SCORES
-    )
+    report = ReportTable(title="Scores of the pictures", text=about, columns=heads, rows=rows)
+    report.write(campaign.store, SCORES)
     low, middle, high = np.quantile(values[:, shown].numpy(), [0.05, 0.5, 0.95]).tolist()
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:
