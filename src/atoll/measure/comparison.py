@@ -84,15 +84,12 @@ class TrainingCurve:
         without = [n for n, run in self.trained.items() if not run.shares]
         if without or not self.trained:
             who = ", ".join(map(str, without or self.experts))
-            raise ConfigError(
-                f"compare.curve: no checkpoints on the way were kept by the experts {who}",
-                "set train.milestones (2 or more) before they are trained, or leave out compare.curve",
-            )
+            what = f"compare.curve: no checkpoints on the way were kept by the experts {who}"
+            fix = "set train.milestones (2 or more) before they are trained, or leave out compare.curve"
+            raise ConfigError(what, fix)
         if not self.ensemble()[:-1]:
-            raise ConfigError(
-                "compare.curve: the experts kept checkpoints at different parts of their training",
-                "give all islands the same train.milestones, or leave out compare.curve",
-            )
+            what = "compare.curve: the experts kept checkpoints at different parts of their training"
+            raise ConfigError(what, "give all islands the same train.milestones, or leave out compare.curve")
 
     def ensemble(self) -> list[CurvePoint]:
         """The ensemble at every share that all its trained experts have kept, and at the end."""
@@ -176,12 +173,10 @@ def training_curve(setup: CommonSetup, curve: TrainingCurve, asked: Mapping[str,
     reach = reach_table(rows, "pretrain" if "pretrain" in curve.single else None)
     for reached in reach:
         least = "at most " if reached.how == "at the first point" else ""
-        say(
-            f"  {reached.model:<{WIDE}} does not reach the monolith's final distance"
-            if reached.of_monolith is None
-            else f"  {reached.model:<{WIDE}} as good as the finished monolith after {least}"
-            f"{reached.of_monolith:.1%} of its FLOPs"
-        )
+        what = "does not reach the monolith's final distance"
+        if reached.of_monolith is not None:
+            what = f"as good as the finished monolith after {least}{reached.of_monolith:.1%} of its FLOPs"
+        say(f"  {reached.model:<{WIDE}} {what}")
     return {"curve": tuple(rows), "reach": tuple(reach)}
 
 
@@ -304,10 +299,8 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
         rows.append(row)
         if drawn_by := show_pictures(setup, name, shown):
             weights[name] = drawn_by
-        say(
-            f"  {name:<{WIDE}} distance {row.distance:8.3f}   {row.gflops_per_step:.3f} GFLOPs a step"
-            f" (router {row.router_share:.1%})   {row.seconds:.0f} s"
-        )
+        cost = f"{row.gflops_per_step:.3f} GFLOPs a step (router {row.router_share:.1%})"
+        say(f"  {name:<{WIDE}} distance {row.distance:8.3f}   {cost}   {row.seconds:.0f} s")
     for number, index in enumerate(shown.index):
         picture = setup.dataset.image(int(setup.train.rows[index]))
         store.put(f"{FOLDER}/data/{number:02d}.png", png(picture))
@@ -332,10 +325,8 @@ def _table(setup: CommonSetup, key: str, parts: dict[str, str]) -> Comparison:
     for pair in tables.pairs or ():
         if pair.space == "pixels" and pair.partner == "any" and pair.effect is not None:
             same = next(other for other in tables.pairs or () if other.strategy == pair.strategy)
-            say(
-                f"  {pair.strategy:<{WIDE}} and monolith, same noise: pixels correlate by"
-                f" {same.mean:.3f}, any two by {pair.mean:.3f}"
-            )
+            alike = f"pixels correlate by {same.mean:.3f}, any two by {pair.mean:.3f}"
+            say(f"  {pair.strategy:<{WIDE}} and monolith, same noise: {alike}")
     return Comparison(
         key=key,
         parts=parts,

@@ -103,11 +103,9 @@ class Reference:
         about, producer = Statistics.read(store, f"{key}.json"), encoder.producer()
         for name in ("hash", "size", "resize", "token"):  # the hash says which it is, whatever it was called
             if (theirs := about.extractor.get(name)) != (needed := producer.get(name)):
-                raise DataError(
-                    f"{store.name(f'{key}.json')} was made by another extractor"
-                    f" ({about.extractor.get('name')}, {name} {theirs!s:.16} instead of {needed!s:.16})",
-                    "give the pictures, or statistics made by the same one",
-                )
+                what = f"{store.name(f'{key}.json')} was made by another extractor"
+                how = f"{about.extractor.get('name')}, {name} {theirs!s:.16} instead of {needed!s:.16}"
+                raise DataError(f"{what} ({how})", "give the pictures, or statistics made by the same one")
         return cls(about, store, f"{key}.json")
 
     def write_part(self, encoder: VisionEncoder, batch: int, part: Part) -> None:
@@ -343,9 +341,8 @@ def evaluate(
         else:
             assert campaign is not None
             candidate, rows = published(campaign, model, device), config.conditions
-            drawn_by = (
-                generation_of(campaign).with_(**candidate.model.card.sampling).with_(**(generation or {}))
-            )
+            own = generation_of(campaign).with_(**candidate.model.card.sampling)
+            drawn_by = own.with_(**(generation or {}))
             samples = samples_of(campaign, campaign.dataset(), rows, candidate.model.card)
             conditions = RowConditions.drawn(campaign, samples, rows, config.samples, drawn_by.seed)
             source = Drawn(candidate, drawn_by, conditions, captioned=asks(chosen, "captions"))

@@ -192,11 +192,9 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None =
             continue
         comparisons.append(comparison)
         if other := unlike(comparisons[0], comparisons[-1]):
-            raise ConfigError(
-                f"{campaign.store.location} was measured otherwise than {first.store.location}:"
-                f" {', '.join(other)}",
-                f"remove {Comparison.PLACE} of the older one (points are kept), and compare again",
-            )
+            what = f"{campaign.store.location} was measured otherwise than {first.store.location}"
+            fix = f"remove {Comparison.PLACE} of the older one (points are kept), and compare again"
+            raise ConfigError(f"{what}: {', '.join(other)}", fix)
     if part is not None:
         return None
     rows = list(over_seeds(comparisons))
@@ -220,10 +218,8 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None =
         if row.measure.startswith(("distance", "training")):
             ends = f" ({row.low:.4g} to {row.high:.4g})" if row.low is not None else ""
             few = f", in {row.campaigns} of them" if row.campaigns != len(comparisons) else ""
-            say(
-                f"  {row.model:<{WIDE}} {row.measure:<52} {row.median:.4g}"
-                f" ({row.least:.4g} to {row.most:.4g}); {row.mean:.4g}{ends}{few}"
-            )
+            middle = f"{row.median:.4g} ({row.least:.4g} to {row.most:.4g})"
+            say(f"  {row.model:<{WIDE}} {row.measure:<52} {middle}; {row.mean:.4g}{ends}{few}")
     say(f"wrote {out.name(SeedsTable.PLACE)} and .csv")
     return result
 

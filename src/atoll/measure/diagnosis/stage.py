@@ -276,10 +276,8 @@ class _Look:
         copies = Copies(nearest, usual, served, clusters, self.config.quantile)
         leaked, limits = int(copies.heldout.same.sum()), copies.limits
         if leaked:
-            say(
-                f"  warning: {leaked} of {len(real)} held-out pictures are training pictures too: what is"
-                " measured on held-out rows flatters (see data.ingest.group)"
-            )
+            what = f"{leaked} of {len(real)} held-out pictures are training pictures too"
+            say(f"  warning: {what}: what is measured on held-out rows flatters (see data.ingest.group)")
         tables: Tables = {
             "nearest": copies.by_cluster(self.partition.k),
             "suspicious": copies.suspicious(self.config.named),
@@ -353,14 +351,10 @@ def _summarise(diagnosis: Diagnosis) -> None:
         return NONE if value is None else f"{value:.4f}"
 
     for row in diagnosis.select("router"):
-        say(
-            f"  t = {row.t:<7g} router: accuracy {shown(row.accuracy)}, NLL {shown(row.nll)}"
-            f" (prior {shown(row.prior_nll)}), calibration error {shown(row.ece)}"
-        )
+        nll = f"NLL {shown(row.nll)} (prior {shown(row.prior_nll)}), calibration error {shown(row.ece)}"
+        say(f"  t = {row.t:<7g} router: accuracy {shown(row.accuracy)}, {nll}")
     for error in diagnosis.select("errors", t="mean", cluster="all"):
         say(f"  error of {error.model:<9} {shown(error.error)} ± {shown(error.se)}")
     for number, (own, best, whose) in weak_experts(diagnosis.tables, diagnosis.splits[0]).items():
-        say(
-            f"  warning: expert {number} errs on its own cluster by {shown(own)}, {whose} by {shown(best)};"
-            f" to leave it out: atoll assemble --quarantine {number}"
-        )
+        what = f"expert {number} errs on its own cluster by {shown(own)}, {whose} by {shown(best)}"
+        say(f"  warning: {what}; to leave it out: atoll assemble --quarantine {number}")

@@ -52,16 +52,12 @@ class Frechet(Metric):
         notes, named = list[str](), list(zip(("samples", "reference pictures"), moments, strict=True))
         for pictures, given in named:
             if given.rank < how.components:
-                notes.append(
-                    f"the covariance of the {pictures} is singular: they fill {given.rank} of"
-                    f" {how.components} dimensions"
-                )
+                fill = f"they fill {given.rank} of {how.components} dimensions"
+                notes.append(f"the covariance of the {pictures} is singular: {fill}")
         for pictures, given in named:
             if given.count < ENOUGH * how.components:
-                notes.append(
-                    f"{given.count} {pictures} for {how.components} dimensions: so few make the distance"
-                    " larger by themselves (compare it with one of as many, or take KID)"
-                )
+                few = f"{given.count} {pictures} for {how.components} dimensions: so few make the distance"
+                notes.append(f"{few} larger by themselves (compare it with one of as many, or take KID)")
         distance = frechet_of_moments(*(part for m in moments for part in (m.mean, m.covariance)))
         return {"frechet": Value(distance, None, "; ".join(notes) or None)}
 
@@ -111,10 +107,8 @@ def must_be_regular(
 ) -> None:
     """Refuse so few pictures that their covariance must be singular."""
     if count <= dimensions:
-        raise DataError(
-            f"{count} {pictures} for {dimensions} dimensions: the covariance is singular",
-            f"give more {pictures}, or {fewer}",
-        )
+        what = f"{count} {pictures} for {dimensions} dimensions: the covariance is singular"
+        raise DataError(what, f"give more {pictures}, or {fewer}")
 
 
 def frechet_of_moments(m1: F64, c1: F64, m2: F64, c2: F64) -> float:

@@ -115,9 +115,8 @@ def parse(names: str, kind: str, captioned: bool = True, trained: bool = True) -
         if metric.captions and not captioned:
             raise ConfigError(f"{name} needs captions, and a folder of pictures has none", "leave it out")
         if metric.floor and not trained:
-            raise ConfigError(
-                f"{name} needs the training pictures of a campaign", "name one, or leave it out"
-            )
+            what = f"{name} needs the training pictures of a campaign"
+            raise ConfigError(what, "name one, or leave it out")
         chosen.append(name)
     return list(dict.fromkeys(chosen))
 
