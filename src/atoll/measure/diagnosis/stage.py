@@ -70,58 +70,54 @@ def diagnose(campaign: Campaign, part: Part | None = None) -> Diagnosis | None:
 
     With `part` shards of rows and pictures are made, and nothing is judged: None, unless all is known.
     """
-    with using_threads(campaign.config.diagnose.threads):
-        return _diagnosed(campaign, part)
-
-
-def _diagnosed(campaign: Campaign, part: Part | None) -> Diagnosis | None:
     store, config, seed = campaign.store, campaign.config.diagnose, campaign.config.seed
-    content, router = read_manifest(store), Checkpoint(store, "ensemble/router").card
-    baseline = single_cards(campaign, router, ("monolith",))
-    parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
-    dataset, partition = campaign.clustered()
-    wanted = {*config.splits, *([config.conditions] if config.samples and config.strategies != [] else [])}
-    for split in wanted:
-        measured_rows(dataset, split)
-    override = SamplingOverride.of(campaign, config)
-    strategies = [str(Routing.named(name)) for name in strategies_for(campaign, config.strategies, USUAL)]
-    settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)})
-    settings |= {"seed": seed, "strategies": strategies}
-    settings |= {name: getattr(override.generation, name) for name in ("steps", "guidance")}
-    settings |= {"shift": override.generation.shift} if override.generation.shift != 1 else {}
-    settings |= stored_as(campaign.config.sampling.residency)
-    key = digest({"parts": parts, "settings": settings, "data": dataset.content})
-    if (known := Diagnosis.known(store, key)) is not None:
-        say("diagnose: finished already")
-        return known
-    start, missing = time.monotonic(), sorted(set(range(partition.k)) - set(content.experts))
-    asked = strategies if config.samples else []
-    able = supported(asked, partition.k, missing, PRETRAIN_PART in content.parts)
-    look = _Look(campaign, router, bool(baseline), {name: Routing.named(name) for name in able}, key)
-    if part is not None:
+    with using_threads(config.threads):
+        content, router = read_manifest(store), Checkpoint(store, "ensemble/router").card
+        baseline = single_cards(campaign, router, ("monolith",))
+        parts = content.parts | {name: card.weights_sha256 for name, card in baseline.items()}
+        dataset, partition = campaign.clustered()
+        drawn_at = [config.conditions] if config.samples and config.strategies != [] else []
+        for split in {*config.splits, *drawn_at}:
+            measured_rows(dataset, split)
+        override = SamplingOverride.of(campaign, config)
+        strategies = [str(Routing.named(name)) for name in strategies_for(campaign, config.strategies, USUAL)]
+        settings = config.model_dump(exclude={*loose_fields(DiagnoseConfig)})
+        settings |= {"seed": seed, "strategies": strategies}
+        settings |= {name: getattr(override.generation, name) for name in ("steps", "guidance")}
+        settings |= {"shift": override.generation.shift} if override.generation.shift != 1 else {}
+        settings |= stored_as(campaign.config.sampling.residency)
+        key = digest({"parts": parts, "settings": settings, "data": dataset.content})
+        if (known := Diagnosis.known(store, key)) is not None:
+            say("diagnose: finished already")
+            return known
+        start, missing = time.monotonic(), sorted(set(range(partition.k)) - set(content.experts))
+        asked = strategies if config.samples else []
+        able = supported(asked, partition.k, missing, PRETRAIN_PART in content.parts)
+        look = _Look(campaign, router, bool(baseline), {name: Routing.named(name) for name in able}, key)
+        if part is not None:
+            for rows in look.works.values():
+                rows.write_part(part)
+            return None
+        tables, about = look.tables()
+        result = Diagnosis(
+            key=key,
+            parts=parts,
+            code=code_version(),
+            seconds=round(time.monotonic() - start, 1),
+            settings=settings,
+            overrides=override.changes,
+            k=partition.k,
+            sizes=partition.sizes,
+            missing=missing,
+            strategies=able,
+            tables=DiagnosisTables(**{name: tuple(rows) for name, rows in tables.items()}),
+            **about,
+        )
+        _summarise(result)
+        result.write(store)
         for rows in look.works.values():
-            rows.write_part(part)
-        return None
-    tables, about = look.tables()
-    result = Diagnosis(
-        key=key,
-        parts=parts,
-        code=code_version(),
-        seconds=round(time.monotonic() - start, 1),
-        settings=settings,
-        overrides=override.changes,
-        k=partition.k,
-        sizes=partition.sizes,
-        missing=missing,
-        strategies=able,
-        tables=DiagnosisTables(**{name: tuple(rows) for name, rows in tables.items()}),
-        **about,
-    )
-    _summarise(result)
-    result.write(store)
-    for rows in look.works.values():
-        rows.tidy()
-    return result
+            rows.tidy()
+        return result
 
 
 class _Look:
