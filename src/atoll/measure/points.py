@@ -5,6 +5,7 @@ evaluate` measures one. Points and features of references are kept, so that noth
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -261,18 +262,13 @@ class Judge:
         )
         how = replace(self.how, samples=len(source), seed=source.about.get("seed") or 0)
         key = f"{self.folder}/{point_key(source.subject, protocol, settings_of(self.metrics, how))}"
-        saved, known = self._saved(f"{key}.safetensors") if keep else None, None
+        file, saved, known = f"{key}.safetensors", None, None
+        if keep and self.store.exists(file):
+            with suppress(Damaged):  # it is measured again
+                saved = SavedSamples.read(read_tensors(self.store.get(file), file, "pixels", "features"))
         if source.reusable and self.store.exists(f"{key}.json") and (saved is not None or not keep):
             known = Measured(MeasuredPoint.read(self.store, f"{key}.json"), saved, False)
         return key, protocol, how, known
-
-    def _saved(self, key: str) -> SavedSamples | None:
-        if not self.store.exists(key):
-            return None
-        try:
-            return SavedSamples.read(read_tensors(self.store.get(key), key, "pixels", "features"))
-        except Damaged:
-            return None  # damaged: it is measured again
 
 
 def cost_of(source: Source, spent: Mapping[str, float]) -> dict[str, float | None]:
