@@ -4,7 +4,6 @@ Sources are folders and data sets, and a model (`models.Drawn`). Features of all
 number: 50,000 of Inception's take 0.4 GB.
 """
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.base.errors import DataError
-from atoll.base.hashing import digest, digest_strings
+from atoll.base.hashing import digest, digest_strings, sha256
 from atoll.base.rng import generator
 from atoll.data.columns import some_rows
 from atoll.data.dataset import DataSet
@@ -112,8 +111,7 @@ class Folder:
         digests = list[str]()
         for path in self.files:
             try:
-                with path.open("rb") as file:
-                    digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+                digests.append(sha256(path))
             except OSError as error:
                 raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
         return digest_strings(digests)

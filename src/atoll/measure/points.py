@@ -18,7 +18,7 @@ from atoll.base.console import say
 from atoll.base.device import own_device, using_threads
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File, code_version
-from atoll.base.hashing import digest, sha256
+from atoll.base.hashing import digest
 from atoll.base.part import Part
 from atoll.campaign.folder import FROZEN, YAML, Campaign
 from atoll.campaign.measured import MeasuredPoint, Protocol, point_key
@@ -32,7 +32,7 @@ from atoll.measure.request import COMPARED, REPORTS, notes_of, table
 from atoll.measure.same_noise import MOST, SavedSamples
 from atoll.measure.shards import ShardedRows
 from atoll.store.location import is_url, local_path
-from atoll.store.manifest import FileEntry, read_file
+from atoll.store.manifest import FileEntry, read_file, write_file
 from atoll.store.store import Damaged, Store
 from atoll.store.tensors import read_tensors
 
@@ -123,8 +123,7 @@ class Reference:
             self._known = Features.of(rows.whole())
             # The JSON last: features without one are made again.
             data = save_tensors({"rows": torch.from_numpy(self._known.rows)})
-            entry = FileEntry(path=f"{self.about.key}.safetensors", bytes=len(data), sha256=sha256(data))
-            self.store.put(f"{REFERENCES}/{entry.path}", data)
+            entry = write_file(self.store, REFERENCES, f"{self.about.key}.safetensors", data)
             about = self.about.model_copy(update={"files": [entry.model_dump()]})
             self.store.put_json(self.key, about.to_json())
             rows.tidy()

@@ -313,13 +313,11 @@ class _Look:
         """Features of a split's pictures in parts."""
         assert self.encoder is not None
         rows, column = self.heldout if split == "heldout" else self.train, self._column(self.encoder)
-        if column is None and len(rows):
+        if column is not None:
+            yield from ((some, values.float().numpy()) for some, values in column.blocks(rows, _CHUNK))
+        elif len(rows):
             for part, made in self.works["pictures", split]:
                 yield rows[part.start : part.stop], made["features"].numpy()
-        for first in range(0, len(rows) if column is not None else 0, _CHUNK):
-            some = rows[first : first + _CHUNK]
-            assert column is not None
-            yield some, column.read(some).float().numpy()
 
     def _show(self, copies: Sequence[CopyRow], latents: Tensor, folder: str) -> list[dict[str, Any]]:
         """Write the samples of a table and their nearest training pictures; their keys and the caption."""
