@@ -108,19 +108,16 @@ class CommonSetup:
     @cached_property
     def fitted(self) -> Reference:
         """Training pictures whose principal components are the axes."""
-        return self._of(self.training("judge", self.config.fit_rows), "training pictures of the campaign")
+        pictures = training_pictures(self.dataset, self.seed, "judge", self.config.fit_rows)
+        return self._of(pictures, "training pictures of the campaign")
 
     def _of(self, pictures: Rows, name: str) -> Reference:
         return Reference.of_pictures(pictures, name, self.encoder, self.campaign.store)
 
-    def training(self, stream: str, count: int) -> Rows:
-        """So many training pictures, drawn by the campaign's seed."""
-        return training_pictures(self.dataset, self.seed, stream, count)
-
     @cached_property
     def floor(self) -> Rows:
         """Training pictures in the place of samples: the least distance that there can be."""
-        return self.training("floor", self.config.samples)
+        return training_pictures(self.dataset, self.seed, "floor", self.config.samples)
 
     @cached_property
     def axes(self) -> tuple[int, Axes]:
