@@ -44,9 +44,8 @@ def sign(store: Store, folder: str, digests: Mapping[str, str], key: Path) -> No
     `key` is a private key of an elliptic curve as PEM, with certificates after it or none, or `SIGSTORE`.
     """
     with _signer(key) as config, TemporaryDirectory() as scratch:
-        config.set_hashing_config(_Digests(store.name(folder), lambda: digests)).sign(
-            scratch, place := Path(scratch) / SIGNATURE
-        )
+        place, manifest = Path(scratch) / SIGNATURE, _Digests(store.name(folder), lambda: digests)
+        config.set_hashing_config(manifest).sign(scratch, place)
         store.put(join(folder, SIGNATURE), place.read_bytes())
 
 
@@ -116,12 +115,8 @@ class _Digests:
         from model_signing import manifest
         from model_signing._hashing.hashing import Digest
 
-        items = [
-            manifest.FileManifestItem(
-                path=PurePosixPath(path), digest=Digest("sha256", bytes.fromhex(digest))
-            )
-            for path, digest in self.digests().items()
-        ]
+        digests = {path: Digest("sha256", bytes.fromhex(value)) for path, value in self.digests().items()}
+        items = [manifest.FileManifestItem(path=PurePosixPath(p), digest=d) for p, d in digests.items()]
         how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
         kind = manifest.SerializationType.from_args({**how, "ignore_paths": _IGNORED})
         return manifest.Manifest(PurePosixPath(self.name).name, items, kind)
