@@ -234,10 +234,8 @@ class ExpertBank(ModelMixin):  # type: ignore[misc]
         held = [f"experts {listed(others)}"] if others else []
         held += [PRETRAIN] if PRETRAIN in names and self.pretrain_card is None else []
         if held:
-            raise ConfigError(
-                f"{root} holds {' and '.join(held)}, which this pipeline does not have",
-                "save to another folder, or remove them first",
-            )
+            what = f"{root} holds {' and '.join(held)}, which this pipeline does not have"
+            raise ConfigError(what, "save to another folder, or remove them first")
 
 
 class _BankExpert(Denoiser):

@@ -185,6 +185,7 @@ def summary(facts: Facts) -> Summary:
     complete = None not in [flops[role.plural] for role in RUNS.values() if role.counted != "extra"]
     rows = comparison.rows if comparison else []
     best = comparison.best if comparison else None
+    tables = comparison.tables.present() if comparison else {}
     return Summary(
         campaign=facts.name,
         atoll=facts.frozen.code,
@@ -199,13 +200,9 @@ def summary(facts: Facts) -> Summary:
         distance={row.name: row.distance for row in rows},
         best=best.name if best else None,
         default=comparison.default if comparison else None,
-        ratio_to_monolith={
-            row.name: comparison.ratio(row) for row in rows if comparison and row.name != BASE
-        },
+        ratio_to_monolith={r.name: comparison.ratio(r) for r in rows if comparison and r.name != BASE},
         metric=comparison.metric if comparison else None,
-        compared={name: table.records for name, table in comparison.tables.present().items()}
-        if comparison
-        else {},
+        compared={name: table.records for name, table in tables.items()},
         unfinished=[run.name.lower() for run in facts.runs if not run.finished],
     )
 

@@ -313,9 +313,8 @@ class Alignment:
                 tables["errors"].append(ErrorRow(**place, model=model, rows=rows, error=error, se=se))
             for gap in self.gaps:
                 rows, apart, se = cells[gap]
-                tables["differences"].append(
-                    DifferenceRow(**place, gap=gap, rows=rows, difference=apart, se=se)
-                )
+                row = DifferenceRow(**place, gap=gap, rows=rows, difference=apart, se=se)
+                tables["differences"].append(row)
             for n in self.present:
                 rows, error, se = cells[f"expert {n}"]
                 tables["experts"].append(ExpertRow(**place, expert=n, rows=rows, error=error, se=se))

@@ -201,12 +201,9 @@ class _Look:
             if drawn.trace is not None:
                 made["weights"][rows] = drawn.trace.stacked().transpose(0, 1)
         if judged and self.encoder is not None:
-            features = [
-                encoded(self.encoder, model.pictures(latents, [*numbers]), self.config.samples)
-                for numbers, latents in zip(
-                    cut(part, self.config.batch), made["latents"].split(self.config.batch), strict=True
-                )
-            ]
+            batch, count = self.config.batch, self.config.samples
+            both = zip(cut(part, batch), made["latents"].split(batch), strict=True)
+            features = [encoded(self.encoder, model.pictures(x, [*numbers]), count) for numbers, x in both]
             made["features"] = torch.from_numpy(np.concatenate(features))
         return made
 
