@@ -159,13 +159,9 @@ def text(table: Table) -> list[str]:
         + (f" [{column.unit}]" if column.unit and column.unit not in FORMATS else "")
         for column in table.columns
     ]
-    rows = [
-        [shown(value, column) for value, column in zip(row, table.columns, strict=True)]
-        for row in table.cells
-    ]
-    left = [
-        n for n in range(len(heads)) if any(isinstance(row[n], str) for row in table.cells) or not table.cells
-    ]
+    cells = table.cells
+    rows = [[*map(shown, row, table.columns)] for row in cells]
+    left = [n for n in range(len(heads)) if not cells or any(isinstance(row[n], str) for row in cells)]
     return [*([table.title] if table.title else []), *write.columns([heads, *rows], left)]
 
 
