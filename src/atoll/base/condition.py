@@ -83,14 +83,10 @@ class Condition:
         mine, null = pad_text([self, other])
         batch = keep.shape[0]
         null = null.expand(batch) if null.rows == 1 else null
-        ours, theirs = mine.parts(), null.parts()
-        return Condition(
-            **{
-                name: torch.where(keep.view(-1, *[1] * (ours[name].ndim - 1)), ours[name], theirs[name])
-                for name in ours
-                if name in theirs
-            }
-        )
+        theirs = null.parts()
+        both = {name: part for name, part in mine.parts().items() if name in theirs}
+        rows = {name: keep.view(-1, *[1] * (part.ndim - 1)) for name, part in both.items()}
+        return Condition(**{name: torch.where(rows[name], part, theirs[name]) for name, part in both.items()})
 
 
 def concatenate(conditions: Sequence[Condition]) -> Condition:
