@@ -29,9 +29,8 @@ class Config(BaseModel):
         if error["type"] == "extra_forbidden":
             valid = _groups_along(cls, path)[-1].model_fields
             raise ConfigError(f"unknown key {key!r} in {where}{more}", nearest(path[-1], valid))
-        message = (
-            error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list, such as [2, 1]")
-        )
+        message = error["msg"].removeprefix("Value error, ")
+        message = message.replace("a valid tuple", "a list, such as [2, 1]")
         at = f"{key!r} in {where}" if key else where
         if error["type"] == "missing":
             raise ConfigError(f"{at} is missing{more}", "give it a value")
@@ -103,14 +102,10 @@ def commented(root: type[BaseModel], tree: Mapping[Any, Any], path: tuple[str, .
         field, about = group.model_fields.get(str(key)), ""
         if field is not None:
             about = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
-            kind = field.annotation
+            kind: Any = field.annotation
             # What overrides its own group stays closed: it would say the same again.
-            if (
-                isinstance(kind, type(Config))
-                and issubclass(group, kind)
-                and value == kind().model_dump(mode="json")
-            ):
-                value = {}
+            again = isinstance(kind, type(Config)) and issubclass(group, kind)
+            value = {} if again and value == kind().model_dump(mode="json") else value
         nested = isinstance(value, dict) and bool(value)
         pair = {key: {} if nested else value}
         text = yaml.safe_dump(pair, default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
