@@ -17,13 +17,13 @@ def test_to_images_maps_the_range() -> None:
 
 def test_every_picture_lies_in_its_cell() -> None:
     images = [Image.new("RGB", (4, 4), (n, n, n)) for n in range(1, 8)]
-    sheet = grid(images, columns=3, pad=2, background="red", scale=3)
+    sheet = grid(images, columns=3, pad=2, scale=3)
     assert sheet.size == (3 * 14 + 2, 3 * 14 + 2)
     pixels = np.asarray(sheet)
     for n in range(7):
         x, y = 2 + n % 3 * 14, 2 + n // 3 * 14
         assert (pixels[y : y + 12, x : x + 12] == n + 1).all()
-    assert tuple(pixels[-1, -1]) == (255, 0, 0)
+    assert tuple(pixels[-1, -1]) == (255, 255, 255)
 
 
 def test_a_label_is_whole_and_once_for_neighbours() -> None:

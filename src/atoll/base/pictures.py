@@ -64,12 +64,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def grid(
-    images: Sequence[Image.Image],
-    columns: int,
-    pad: int = 2,
-    background: str = "white",
-    labels: Sequence[str] | None = None,
-    scale: int = 1,
+    images: Sequence[Image.Image], columns: int, pad: int = 2, labels: Sequence[str] = (), scale: int = 1
 ) -> Image.Image:
     """Pictures in rows, RGB, in cells as large as the largest picture; every pixel `scale` times as wide.
 
@@ -81,7 +76,7 @@ def grid(
     columns = min(columns, len(images))
     width = scale * max(image.width for image in images)
     height = scale * max(image.height for image in images)
-    step, texts = width + pad, [*(labels or ()), *[""] * len(images)]
+    step, texts = width + pad, [*labels, *[""] * len(images)]
     # Of each row: its pictures, and the middle and the lines of every label.
     rows = []
     for start in range(0, len(images), columns):
@@ -93,7 +88,7 @@ def grid(
         rows.append((row, written, max(len(lines) for _, lines in written)))
     below = [lines * (_LABEL + 3) + 2 * bool(lines) for _, _, lines in rows]
     size = columns * step + pad, sum(below) + len(rows) * (height + pad) + pad
-    sheet, y = Image.new("RGB", size, background), pad
+    sheet, y = Image.new("RGB", size, "white"), pad
     draw = ImageDraw.Draw(sheet)
     for (row, written, _), room in zip(rows, below, strict=True):
         for x, number in enumerate(row):
