@@ -77,12 +77,7 @@ class DataConfig(Config):
     def _several(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {
-            str(name): source
-            if isinstance(source, SourceConfig)
-            else SourceConfig.parse(source, f"data.source.{name}")
-            for name, source in value.items()
-        }
+        return {str(name): SourceConfig.parse(each, f"data.source.{name}") for name, each in value.items()}
 
 
 class BudgetConfig(Config):
