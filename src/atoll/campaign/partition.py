@@ -53,12 +53,11 @@ def make_islands(campaign: Campaign) -> Partition:
             parts = [DataSet.open(store, f"{run.folder}/data") for run in experts_of(partition.k)]
             shape = RunPlan.read(store, Run("expert", 0).plan).shape
             budget = divide(config, shape, partition.masses, list(partition.about.buckets.values()))
-            columns = parts[0].column_names()
             if config.origin:
                 finished_origin(config, store.location)  # which may have no student
             late_budget, checkpoints = {run: budget[run] for run in late}, Checkpoints(campaign)
             checkpoints.check(late, shape, parts[0].column("latents").meta.producer)
-            _write_runs(campaign, partition, shape, late_budget, parts, columns, checkpoints)
+            _write_runs(partition, shape, late_budget, parts, checkpoints)
             for run in late:
                 _say_extra(run, budget)
         return partition
@@ -84,7 +83,7 @@ def make_islands(campaign: Campaign) -> Partition:
         write_subset(dataset, partition.rows(number, dataset), store, f"{run.folder}/data", columns)
         for number, run in enumerate(experts_of(partition.k))
     ]
-    _write_runs(campaign, partition, shape, budget, parts, columns, checkpoints)
+    _write_runs(partition, shape, budget, parts, checkpoints)
     # The partition comes last: what is killed before it starts anew, and takes over what is there already.
     overview = cluster_map(dataset, features, partition.clusters, partition.centroids, partition.k)
     store.put_json(ClusterMap.PLACE, overview.to_json())
@@ -121,15 +120,10 @@ def partition_of_origin(campaign: Campaign, dataset: DataSet) -> Partition:
 
 
 def _write_runs(
-    campaign: Campaign,
-    partition: Partition,
-    shape: DataShape,
-    budget: Budget,
-    parts: list[DataSet],
-    columns: list[str],
-    checkpoints: Checkpoints,
+    partition: Partition, shape: DataShape, budget: Budget, parts: list[DataSet], checkpoints: Checkpoints
 ) -> None:
     """Write plans, `init/` where a run starts from a checkpoint, and the data of runs on all rows."""
+    campaign, columns = checkpoints.campaign, parts[0].column_names()
     store, config = campaign.store, campaign.config
     for run, part in budget.items():
         role, rows = run.kind, sum(partition.sizes)
