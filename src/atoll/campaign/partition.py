@@ -247,8 +247,5 @@ def _say_partition(partition: Partition, budget: Budget, config: CampaignConfig)
 
 def _say_extra(run: Run, budget: Budget) -> None:
     part, share = budget[run], budget[run].train_flops / budget[Run("monolith")].train_flops
-    costs = "with its teachers it costs" if run.kind.task == "distill" else "it costs"
-    steps = f"{many(part.steps, 'step')} of {part.batch}"
-    say(
-        f"  {run.name}: {steps} after the experts; {costs} {share:.3f} of the monolith's FLOPs, beyond theirs"
-    )
+    steps = f"{many(part.steps, 'step')} of {part.batch} after the experts; with its teachers it costs"
+    say(f"  {run.name}: {steps} {share:.3f} of the monolith's FLOPs, beyond theirs")
