@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, StoreError
-from atoll.base.text import columns, many, printable, sharing_sentence, size
+from atoll.base.text import columns, count, many, printable, sharing_sentence, size
 from atoll.campaign.folder import Campaign
 from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Run, RunPlan, runs_of, stored_bytes
@@ -404,11 +404,9 @@ def trouble(run: RunStatus) -> str:
 
 
 def _short(number: float) -> str:
-    """A number in five characters or so: `9,999`, `12.3k`, `1.2M`."""
-    number = float(f"{number:.3g}") if number >= 1e4 else number  # 999,700 is 1M, and no 1e+03k
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= unit:
-            return f"{number / (1e3 if name == 'k' else unit):.3g}{name}"
+    """A number in five characters or so: `9999`, `12.3k`, `1.2M`."""
+    if number >= 1e4:
+        return count(number).replace(" ", "").replace("B", "G")
     return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.2g}"
 
 
