@@ -127,7 +127,5 @@ def named(what: str, only: re.Pattern[str] | None = None) -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if only is not None and not (isinstance(error, dist.DistError) or only.search(str(error))):
             raise
-        raise PeerFailed(
-            f"{what} did not finish ({first_line(error)[:200]})",
-            "another process of this run has ended or hangs: look at its output, then run it again",
-        ) from None
+        fix = "another process of this run has ended or hangs: look at its output, then run it again"
+        raise PeerFailed(f"{what} did not finish ({first_line(error)[:200]})", fix) from None

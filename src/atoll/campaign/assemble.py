@@ -42,10 +42,9 @@ def assemble(
     store, sampling = campaign.store, campaign.config.sampling
     k, cards = _gather(campaign, {*campaign.config.quarantine, *quarantine})
     if sampling.routing.null == PRETRAIN and Run(PRETRAIN) not in cards:
-        raise PartitionError(
-            f"{store.location} has no network of shared pretraining, which sampling.routing asks for",
-            "train it or put it back: pretrain/expert, or set another sampling.routing",
-        )
+        what = f"{store.location} has no network of shared pretraining, which sampling.routing asks for"
+        fix = "train it or put it back: pretrain/expert, or set another sampling.routing"
+        raise PartitionError(what, fix)
     guide, share = None, sampling.guide_share
     if Run(PRETRAIN) in cards and share < 1:
         # A worse model of the same data is a better guide (arXiv 2406.02507), so a checkpoint may serve.
@@ -53,18 +52,15 @@ def assemble(
         guide = training.at(share, training.steps)
         if guide is None:
             there = ", ".join(f"{share:.3g}" for share in training.shares)
-            raise PartitionError(
-                f"{store.location} has no checkpoint of pretrain after {share:g} of its steps",
-                "set sampling.guide_share=1, or to one that is there"
-                f" ({there or 'none: bring pretrain/run, if it has any'})",
-            )
+            there = there or "none: bring pretrain/run, if it has any"
+            what = f"{store.location} has no checkpoint of pretrain after {share:g} of its steps"
+            raise PartitionError(what, f"set sampling.guide_share=1, or to one that is there ({there})")
     if trusted is not None or campaign.config.trusted:
         keys = {*campaign.config.trusted, *(trusted or ())}
         if guide is not None:
-            raise PartitionError(
-                "sampling.guide_share takes a checkpoint of shared pretraining, and nobody signs checkpoints",
-                "set sampling.guide_share=1, or require no signatures",
-            )
+            what = "sampling.guide_share takes a checkpoint of shared pretraining"
+            fix = "set sampling.guide_share=1, or require no signatures"
+            raise PartitionError(f"{what}, and nobody signs checkpoints", fix)
         for run in cards:
             Checkpoint(store, run.network).check_trusted(keys)
     store.sweep("ensemble")

@@ -88,10 +88,8 @@ class Campaign:
         elif frozen is not None:
             tree = deepcopy(frozen.config)
         elif store.exists("model_index.json"):
-            raise StoreError(
-                f"{store.location} is a pipeline, not a campaign",
-                "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder",
-            )
+            fix = "load it in Python with AtollPipeline.from_pretrained, or give the campaign's folder"
+            raise StoreError(f"{store.location} is a pipeline, not a campaign", fix)
         else:
             raise StoreError(f"{store.location} is not a campaign (no {YAML})", "make one with 'atoll new'")
         # Without it in campaign.yaml a later command would plan, launch and report as if there were none.

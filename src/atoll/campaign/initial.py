@@ -182,10 +182,9 @@ def check_checkpoints(campaign: Campaign) -> None:
             settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
             if kind not in (None, (objective.prediction, objective.schedule)):
-                say(
-                    f"warning: {network.init!r} was trained to give {' on '.join(kind)}, and goes on with"
-                    f" {objective.prediction} on {objective.schedule}: objective sets that"
-                )
+                learned = f"{network.init!r} was trained to give {' on '.join(kind)}"
+                now = f"{objective.prediction} on {objective.schedule}"
+                say(f"warning: {learned}, and goes on with {now}: objective sets that")
 
 
 class Checkpoints:
@@ -207,10 +206,9 @@ class Checkpoints:
                     each = (settings.whole, config.network.whole)
                     own, pretrain = (family(network.family).build(network, shape) for network in each)
                 if not compare(own, dict(pretrain.named_parameters())).kept:
-                    raise ConfigError(
-                        f"islands.{run.expert}.network has no tensor of the pretrained shapes, to start from",
-                        "give it the campaign's heads and head_width, or set budget.pretrain=0",
-                    )
+                    what = f"islands.{run.expert}.network has no tensor of the pretrained shapes"
+                    fix = "give it the campaign's heads and head_width, or set budget.pretrain=0"
+                    raise ConfigError(f"{what}, to start from", fix)
             if run.kind.task == "route" or config.origin or settings.init in (SCRATCH, *self._read):
                 continue
             with _named_by_setting():

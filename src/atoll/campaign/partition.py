@@ -235,11 +235,9 @@ def _say_partition(partition: Partition, budget: Budget, config: CampaignConfig)
         steps = f"{many(pretrain.steps, 'step')} of {pretrain.batch}"
         say(f"  shared pretraining: {steps} on all rows, before the experts")
     router, monolith = budget[Run("router")], budget[Run("monolith")]
-    say(
-        f"  router: {many(router.steps, 'step')} of {router.batch}; experts + router"
-        f"{' + pretraining' if pretrain else ''} cost {flops_ratio(budget):.3f} of the monolith's"
-        f" {monolith.train_flops:.3g} FLOPs"
-    )
+    steps = f"{many(router.steps, 'step')} of {router.batch}; experts + router"
+    cost = f"{flops_ratio(budget):.3f} of the monolith's {monolith.train_flops:.3g} FLOPs"
+    say(f"  router: {steps}{' + pretraining' if pretrain else ''} cost {cost}")
     for run in budget:
         if run.kind.counted == "extra":
             _say_extra(run, budget)

@@ -258,10 +258,8 @@ def make_plan(
             budget[run].steps * budget[run].batch for run in runs_of(config) if run.kind.counted != "extra"
         )
         seen, stored = samples / captions.captions, size(captions.bytes // each * other)
-        notes.append(
-            f"text: {captions.captions:,} distinct captions x {captions.tokens:.1f} tokens x {each} bytes"
-            + ("" if captions.counted else ", estimated")
-        )
+        counted = f"{captions.captions:,} distinct captions x {captions.tokens:.1f} tokens x {each} bytes"
+        notes.append(f"text: {counted}{'' if captions.counted else ', estimated'}")
         if captions.precomputed:
             takes = f"would take {stored} and {seen:.3g} times the encoder's work"
             takes += ": cheaper, data.precompute_text=false" * (seen < 1)
@@ -371,11 +369,9 @@ def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
         other = min(((gpu.memory, name) for name, gpu in table.items() if need <= gpu.memory), default=None)
         options = [f"--gpus {more}"] if more else []
         options += [f"--gpu {other[1]}"] if other else []
-        raise ConfigError(
-            f"{cost.run.name} does not fit: at least {need / 2**30:.1f} GiB on each of "
-            f"{cost.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB",
-            f"use {' or '.join(options)}" if options else "make the network smaller",
-        )
+        there = f"{cost.gpus} {plan.gpu_name} with {plan.gpu.memory_gib:g} GiB"
+        what = f"{cost.run.name} does not fit: at least {need / 2**30:.1f} GiB on each of {there}"
+        raise ConfigError(what, f"use {' or '.join(options)}" if options else "make the network smaller")
 
 
 COSTS: tuple[tuple[Column, Callable[[RunCost], object]], ...] = (

@@ -77,10 +77,8 @@ def check_published(store: Store) -> None:
     entry = Log(store.sub("run"), "").publication()
     hashes = {file.path: file.sha256 for file in entry.files} if entry is not None else {}
     if hashes and hashes.get(CARD) != sha256(store.get(f"expert/{CARD}")):
-        raise StoreError(
-            f"{store.name('expert')}/{CARD} is not the one that its run published",
-            "copy the folder again from where it was trained, or remove it and run/ to train it again",
-        )
+        fix = "copy the folder again from where it was trained, or remove it and run/ to train it again"
+        raise StoreError(f"{store.name('expert')}/{CARD} is not the one that its run published", fix)
 
 
 def _remove_exports(store: Store) -> None:

@@ -86,9 +86,8 @@ def score(
     folder = Path(pictures)
     is_folder = "://" not in pictures and folder.is_dir() and not (folder / "campaign.yaml").exists()
     if (table is not None or is_folder) and (workers > 1 or part is not None or on != "local"):
-        raise AtollError(
-            "only rows of a campaign are scored in parts", "leave out --workers, --part and --on"
-        )
+        fix = "leave out --workers, --part and --on"
+        raise AtollError("only rows of a campaign are scored in parts", fix)
     if table is not None:
         import_stage(open_campaign(pictures), table, sensitive)
     elif scorer is not None and is_folder:

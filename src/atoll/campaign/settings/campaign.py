@@ -269,18 +269,14 @@ class CampaignConfig(Config):
         if self.origin:
             what = "budget.pretrain: with origin every run starts from the same run there"
             raise ConfigError(what, "set budget.pretrain=0")
-        shared = self.budget.pretrain + self.router.share
-        if shared >= 1:
-            raise ConfigError(
-                f"budget.pretrain and router.share are {shared:g} of the budget: nothing is left for experts",
-                "lower one of them",
-            )
+        if (shared := self.budget.pretrain + self.router.share) >= 1:
+            what = f"budget.pretrain and router.share are {shared:g} of the budget"
+            raise ConfigError(f"{what}: nothing is left for experts", "lower one of them")
         for number in self.islands:
             if self.island(number)[0].init != self.network.init:
-                raise ConfigError(
-                    f"islands.{number}.network.init: with budget.pretrain all start from shared pretraining",
-                    "set network.init, which that starts from, or budget.pretrain=0",
-                )
+                what = f"islands.{number}.network.init: with budget.pretrain all start"
+                fix = "set network.init, which that starts from, or budget.pretrain=0"
+                raise ConfigError(f"{what} from shared pretraining", fix)
         # Milestones are evenly spaced, so a share is there only if it is a whole number of them.
         share, milestone = self.sampling.guide_share, self.sampling.guide_share * self.train.milestones
         if share < 1 and (not round(milestone) or abs(milestone - round(milestone)) > 1e-6):
