@@ -240,7 +240,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...], sets: tup
     default=["samples.png"],
     help="A sheet (.png, .jpg, .webp), or a folder such as images/ for a PNG of each image; may be repeated.",
 )
-@click.option("--model", type=MODEL, default="ensemble", help="What to sample.")
+@click.option("--model", "name", type=MODEL, default="ensemble", help="What to sample.")
 @ROUTING
 @GUIDANCE
 @STEPS
@@ -250,15 +250,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...], sets: tup
 @click.option("--device", help="cpu, cuda or cuda:N; by default the GPU, if there is one.")
 @SETS
 def sample(
-    campaign: str,
-    prompts: tuple[str, ...],
-    listed: Path | None,
-    out: tuple[str, ...],
-    model: str,
-    count: int,
-    device: str | None,
-    sets: tuple[str, ...],
-    **generation: Any,
+    campaign: str, prompts: tuple[str, ...], listed: Path | None, sets: tuple[str, ...], **generation: Any
 ) -> None:
     """Sample pictures of PROMPTS, which are texts or class labels.
 
@@ -266,12 +258,13 @@ def sample(
     """
     from atoll.base.safe_parse import read_text
 
+    request = {option: generation.pop(option) for option in ("out", "name", "count", "device")}
     if listed is not None:
         prompts += tuple(filter(None, map(str.strip, read_text(listed).splitlines())))
     opened = open_campaign(campaign, with_options(sets, "sampling.", **generation))
     from atoll.campaign.sample import sample_campaign
 
-    sample_campaign(opened, prompts, out, model, count, device, **generation)
+    sample_campaign(opened, prompts, **request, **generation)
 
 
 @atoll.command("compare")
