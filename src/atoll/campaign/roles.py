@@ -101,9 +101,7 @@ _ROLES = (
         needs=lambda config: (
             ("expert", "router") if config.student and config.student.teacher == "routed" else ("expert",)
         ),
-        init=lambda config: (
-            None if config.student is None or config.student.origin()[0] == "scratch" else "experts"
-        ),
+        init=lambda config: "experts" if config.student and config.student.origin()[0] != "scratch" else None,
     ),
 )
 RUNS: dict[str, Role] = {role.name: role for role in _ROLES}

@@ -28,13 +28,8 @@ STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; b
 WORKERS = click.option(
     "--workers", type=click.IntRange(1, 1024), default=1, help="Processes or jobs that share the work."
 )
-PART = click.option(
-    "--part",
-    type=Part.parse,
-    envvar="ATOLL_PART",
-    metavar="I/N",
-    help="Write the shards I, I + N, ...; without it, finish.",
-)
+WRITTEN = "Write the shards I, I + N, ...; without it, finish."
+PART = click.option("--part", type=Part.parse, envvar="ATOLL_PART", metavar="I/N", help=WRITTEN)
 ON = click.option(
     "--on", default="local", metavar="LAUNCHER", help="Where workers run: local, slurm, ray, sky or yours."
 )
