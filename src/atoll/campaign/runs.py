@@ -9,6 +9,7 @@ from atoll.base.config import Config, loose_fields
 from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, PartitionError, nearest
 from atoll.base.format import File
+from atoll.base.table import column
 from atoll.campaign.roles import RUNS, Init, Role
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.train import TrainConfig
@@ -129,9 +130,7 @@ class RunPlan(File):
     role: Annotated[str, AfterValidator(_known_role)] = Field(description="What is trained.")
     island: int | None = Field(default=None, description="Number of the cluster, for an expert.")
     rows: int = Field(ge=0, le=10**12, description="Training rows.")
-    weighted: bool = Field(
-        default=False, description="Whether they are drawn in proportion to the column `weights`."
-    )
+    weighted: bool = column("Whether they are drawn in proportion to the column `weights`.", default=False)
     steps: int = Field(ge=0, le=10**9, description="Optimizer steps.")
     batch: int = Field(ge=1, le=10**6, description="Samples per step.")
     partition: str = Field(description="Hash of the partition.")
@@ -187,16 +186,12 @@ class MetricsLine(File):
     loss: float | None = Field(default=None, description="Training loss of this step.")
     lr: float | None = Field(default=None, description="Learning rate of this step.")
     grad_norm: float | None = Field(default=None, description="Norm of its gradient before clipping.")
-    accuracy: float | None = Field(
-        default=None, description="Share of its batch whose cluster the router found."
-    )
+    accuracy: float | None = column("Share of its batch whose cluster the router found.", default=None)
     skipped: int | None = Field(default=None, description="Steps that the guard has left out so far.")
     seconds: float | None = Field(default=None, description="Time spent in steps, over all restarts.")
     times: tuple[float, ...] = ()
     """Times t of the validation that this line is of; empty for a line of steps."""
-    validation: tuple[float | None, ...] = Field(
-        default=(), description="Validation loss at each of these times."
-    )
+    validation: tuple[float | None, ...] = column("Validation loss at each of these times.", default=())
     accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
     validation_loss: float | None = Field(default=None, description="Mean of `validation`.")
