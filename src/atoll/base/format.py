@@ -20,10 +20,7 @@ class Readable(Protocol):
 
 
 class File(Config):
-    """One kind of JSON file. Unknown fields are refused: whoever adds one raises `VERSION`.
-
-    A file says its format in its first field, `"format": "atoll/card 1"`.
-    """
+    """One kind of JSON file. Unknown fields are refused: whoever adds one raises `VERSION`."""
 
     FORMAT: ClassVar[str] = ""
     """Name of the format, such as `atoll/card`."""
@@ -40,7 +37,7 @@ class File(Config):
 
     @classmethod
     def header(cls) -> dict[str, Any]:
-        """The first field of a file of this format; empty where it carries none."""
+        """The first field of a file, such as `"format": "atoll/card 1"`; empty where it carries none."""
         return {HEADER: f"{cls.FORMAT} {cls.VERSION}"} if cls.HEADED else {}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What a campaign will cost, before any GPU is spent: operations, memory, time, money, bytes.
 
-Steps and operations are those of `budget.divide`, which the partition uses too. Memory is counted by
-`networks/cost.py`. Time is operations over (GPUs x peak x assumed utilisation).
+Steps and operations are those of `budget.divide`. Time is operations over (GPUs x peak x utilisation).
 """
 
 import json

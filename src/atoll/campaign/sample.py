@@ -58,9 +58,7 @@ def sample_campaign(
     """Sample `count` pictures of each prompt as `sampling` says, and write them as `Pictures.save` does.
 
     A network that was trained for few steps, or with guidance, has its own; `changes` come before these too.
-
-    Prompts are texts, or class labels as numbers; none for an unconditional model. `name` is `ensemble`,
-    `monolith`, `student` or `pretrain`.
+    Prompts are texts, or class labels as numbers; none for an unconditional model.
     """
     for place in out:  # said before the work, not after it
         picture_place(place)

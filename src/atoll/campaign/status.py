@@ -180,10 +180,7 @@ class Observer:
         return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
     def _sent(self, run: Run) -> tuple[int, int] | None:
-        """Bytes that an island was sent, and those that it reads from elsewhere while it trains.
-
-        None for other runs, or if its data set is not there.
-        """
+        # Bytes that an island was sent, and those that it reads from elsewhere while it trains.
         if run.expert is None or run in self._bytes_out:
             return self._bytes_out.get(run)
         data, initial = stored_bytes(self.campaign.store, run.expert), 0
