@@ -46,7 +46,6 @@ class Column:
 
     name: str
     unit: str = ""  # of `FORMATS`, or any other; empty for texts and plain numbers
-    meaning: str = ""  # of the value, in a sentence
     digits: int = 4  # significant ones that a terminal shows
 
 
@@ -56,16 +55,11 @@ def column(meaning: str = "", unit: str = "", default: Any = ..., digits: int = 
 
 
 def columns_of(record: type[BaseModel]) -> tuple[Column, ...]:
-    """Columns of a typed row, one for each field, with the field's docstring as the meaning."""
+    """Columns of a typed row, one for each field; what they mean is for the documentation."""
 
     def column(name: str, field: FieldInfo) -> Column:
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        return Column(
-            name,
-            str(extra.get("unit", "")),
-            field.description or (f"Standard error of {name[:-3]}." if name.endswith("_se") else ""),
-            int(str(extra.get("digits", 4))),
-        )
+        return Column(name, str(extra.get("unit", "")), int(str(extra.get("digits", 4))))
 
     return tuple(column(name, field) for name, field in record.model_fields.items())
 
