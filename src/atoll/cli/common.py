@@ -20,7 +20,6 @@ CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
 )
-ROUTING = click.option("--routing", help="Routing strategy; by default sampling.routing.")
 GUIDANCE = click.option(
     "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
 )
@@ -33,6 +32,12 @@ PART = click.option("--part", type=Part.parse, envvar="ATOLL_PART", metavar="I/N
 ON = click.option(
     "--on", default="local", metavar="LAUNCHER", help="Where workers run: local, slurm, ray, sky or yours."
 )
+
+
+def drawing(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that draws pictures: with the options of routing, guidance and steps."""
+    routing = click.option("--routing", help="Routing strategy; by default sampling.routing.")
+    return routing(GUIDANCE(STEPS(command)))
 
 
 def open_campaign(campaign: str, sets: tuple[str, ...] = ()) -> "Campaign":

@@ -18,18 +18,7 @@ from atoll.base.preemption import ends_with_run, exit_process
 from atoll.base.text import printable
 from atoll.campaign.roles import BESIDE, RUNS, SINGLE
 from atoll.cli.aesthetics import aesthetics
-from atoll.cli.common import (
-    CAMPAIGN,
-    GUIDANCE,
-    LOCAL,
-    ROUTING,
-    SETS,
-    STEPS,
-    LocalPath,
-    open_campaign,
-    sharded,
-    with_options,
-)
+from atoll.cli.common import CAMPAIGN, LOCAL, SETS, LocalPath, drawing, open_campaign, sharded, with_options
 from atoll.cli.concepts import concepts, filter_rows
 from atoll.cli.data import data
 from atoll.cli.serve import dashboard, serve
@@ -241,9 +230,7 @@ def assemble(campaign: str, quarantine: str, trusted: tuple[str, ...], sets: tup
     help="A sheet (.png, .jpg, .webp), or a folder such as images/ for a PNG of each image; may be repeated.",
 )
 @click.option("--model", "name", type=MODEL, default="ensemble", help="What to sample.")
-@ROUTING
-@GUIDANCE
-@STEPS
+@drawing
 @click.option("--count", type=click.IntRange(1, 4096), default=4, help="Pictures of each prompt.")
 @click.option("--seed", type=int, help="Of noise and routing; by default sampling.seed.")
 @click.option("--size", metavar="WxH", help="Width x height in pixels; by default sampling.size.")
@@ -306,9 +293,7 @@ def compare_(campaigns: tuple[str, ...], out: str, sets: tuple[str, ...], part: 
 @click.option("--metrics", help="Names with commas between; by default evaluate.metrics of the campaign.")
 @click.option("--extractor", help="Network whose features are compared; by default evaluate.extractor.")
 @click.option("--samples", type=click.IntRange(min=2), help="Pictures to draw; by default evaluate.samples.")
-@ROUTING
-@GUIDANCE
-@STEPS
+@drawing
 @click.option("--seed", type=int, help="Of noise and routing; by default the campaign's.")
 @click.option("--out", default=".", help="Where reports/ goes without a campaign.")
 @click.option("--list", "listed", is_flag=True, help="Only show the campaign's results so far.")
