@@ -390,12 +390,9 @@ COSTS: tuple[tuple[Column, Callable[[RunCost], object]], ...] = (
 def lines(plan: Plan) -> list[str]:
     """The plan as a person reads it, within 100 columns."""
     gpu, k = plan.gpu, sum(run.expert is not None for run in plan.runs)
-    shown = [
-        f"{k} islands of {plan.gpus} {plan.gpu_name} each: {gpu.tflops:g} TFLOP/s, "
-        f"{gpu.utilisation:.0%} of it used (assumed), {gpu.usd_per_hour:g} USD an hour",
-        *textwrap.wrap(plan.in_common, 98),
-        "",
-    ]
+    price = f"{gpu.utilisation:.0%} of it used (assumed), {gpu.usd_per_hour:g} USD an hour"
+    shown = [f"{k} islands of {plan.gpus} {plan.gpu_name} each: {gpu.tflops:g} TFLOP/s, {price}"]
+    shown += [*textwrap.wrap(plan.in_common, 98), ""]
 
     # Experts in a row that are the same are one line: eight equal ones would hide the one that differs.
     titled: list[tuple[str, RunCost]] = []

@@ -195,10 +195,8 @@ def prepare_data(
         caption_stage(campaign)
     stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
     encoded = stale.intersection(training_columns(config))
-    how = config.data.dedupe
-    dedupes = how is not None and not made_by(
-        dataset, COLUMN, dedupe_producer(dataset, how, config.partition.encoder)
-    )
+    how, encoder = config.data.dedupe, config.partition.encoder
+    dedupes = how is not None and not made_by(dataset, COLUMN, dedupe_producer(dataset, how, encoder))
     if stale or dedupes:
         share("prepare")
     if stale - encoded:
