@@ -26,37 +26,21 @@ from atoll.train.run import train_run
 ROOT = Path(__file__).resolve().parents[1]
 
 # Characters in two faces as 8 px pictures, by class (= face), cut at random: nothing heavy is loaded.
-SMALL: dict[str, Any] = {
-    "seed": 3,
-    "condition": "class",
-    "data": {
-        "path": "data",
-        "source": "glyphs",
-        "ingest": {
-            "size": 8,
-            "mode": "gray",
-            "heldout": 0.1,
-            "shard_rows": 32,
-            "label": None,
-            "glyphs": {"faces": ["DejaVuSans", "DejaVuSerif"], "characters": "basic", "limit": 80},
-        },
-        "vae": "none",
-    },
-    "partition": {"method": "random", "k": 2},
-    "network": {"family": "dit", "size": "nano", "patch": 4, "depth": 1, "heads": 2, "head_width": 16},
-    "train": {"batch": 16, "lr": 1e-3, "validations": 3, "previews": 1, "checkpoint_every_s": 3600.0},
-    "router": {
-        "patch": 4,
-        "depth": 1,
-        "heads": 1,
-        "head_width": 16,
-        "share": 0.1,
-        "train": {"batch": 16, "lr": 1e-3, "validations": 2, "checkpoint_every_s": 3600.0},
-    },
-    "budget": {"samples": 640},
-    "sampling": {"steps": 3},
-    "compare": {"samples": 24, "steps": 2, "shown": 4, "fit_rows": 60, "batch": 10},
-}
+SMALL: dict[str, Any] = yaml.safe_load("""
+seed: 3
+condition: class
+data:
+  {path: data, source: glyphs, vae: none, ingest: {size: 8, mode: gray, heldout: 0.1, shard_rows: 32,
+   label: null, glyphs: {faces: [DejaVuSans, DejaVuSerif], characters: basic, limit: 80}}}
+partition: {method: random, k: 2}
+network: {family: dit, size: nano, patch: 4, depth: 1, heads: 2, head_width: 16}
+train: {batch: 16, lr: 0.001, validations: 3, previews: 1, checkpoint_every_s: 3600.0}
+router: {patch: 4, depth: 1, heads: 1, head_width: 16, share: 0.1,
+         train: {batch: 16, lr: 0.001, validations: 2, checkpoint_every_s: 3600.0}}
+budget: {samples: 640}
+sampling: {steps: 3}
+compare: {samples: 24, steps: 2, shown: 4, fit_rows: 60, batch: 10}
+""")
 
 
 def of_no_number(part: Path) -> None:
