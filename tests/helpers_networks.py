@@ -100,22 +100,8 @@ def noise(batch: int, shape: DataShape = TEXT, seed: int = 0) -> torch.Tensor:
 
 def card(**changes: object) -> Card:
     """A card with everything filled in."""
-    content = {
-        "role": "expert",
-        "island": 0,
-        "family": "dit",
-        "condition": "class",
-        "partition": "p" * 64,
-        "latents": {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0},
-        "text": None,
-        "shape": vars(CLASSES),
-        "parameters": 1,
-        "rows": 10,
-        "samples": 100,
-        "batch": 10,
-        "train_flops": 1.0,
-        "forward_flops": 1.0,
-        "weights_sha256": "0" * 64,
-        "provenance": {},
-    }
+    content = {"role": "expert", "island": 0, "family": "dit", "condition": "class", "partition": "p" * 64}
+    content |= {"latents": {"name": "none", "hash": "", "shift": 0.0, "scale": 1.0}, "text": None}
+    content |= {"shape": vars(CLASSES), "parameters": 1, "rows": 10, "samples": 100, "batch": 10}
+    content |= {"train_flops": 1.0, "forward_flops": 1.0, "weights_sha256": "0" * 64, "provenance": {}}
     return Card.parse({**content, **changes}, "a test")

@@ -245,26 +245,11 @@ def test_the_clip_score_needs_clip_and_captions(
 # Points side by side: unlike ones stand in one table with a warning only.
 
 
-PLAIN: dict[str, Any] = {
-    "extractor": "net",
-    "extractor_hash": "a" * 64,
-    "extractor_size": 28,
-    "resize": "bicubic",
-    "rounding": "nearest",
-    "picture_size": (12, 12),
-    "reference": "data",
-    "reference_hash": "d" * 64,
-    "reference_split": "heldout",
-    "reference_count": 100,
-    "samples": 50,
-    "sampler": "Euler",
-    "steps": 20,
-    "guidance": 2.0,
-    "routing": "once",
-    "seed": 0,
-    "ema": True,
-    "code": "0.1.0",
-}
+PLAIN: dict[str, Any] = {"extractor": "net", "extractor_hash": "a" * 64, "extractor_size": 28}
+PLAIN |= {"resize": "bicubic", "rounding": "nearest", "picture_size": (12, 12), "reference": "data"}
+PLAIN |= {"reference_hash": "d" * 64, "reference_split": "heldout", "reference_count": 100, "samples": 50}
+PLAIN |= {"sampler": "Euler", "steps": 20, "guidance": 2.0, "routing": "once", "seed": 0, "ema": True}
+PLAIN |= {"code": "0.1.0"}
 
 
 def point_of(

@@ -34,20 +34,9 @@ def test_learning_rates(settings: dict[str, object], points: dict[float, float])
     assert [rate(s, **settings) for s in points] == pytest.approx(list(points.values()), abs=1e-12)
 
 
-PLAN = {
-    "role": "expert",
-    "island": 0,
-    "rows": 10,
-    "steps": 7,
-    "batch": 3,
-    "partition": "p",
-    "seed": 1,
-    "init_seed": 2,
-    "init_sha256": "i",
-    "train_flops": 1.0,
-    "forward_flops": 1.0,
-    "shape": {"channels": 4, "size": 8},
-}
+PLAN = {"role": "expert", "island": 0, "rows": 10, "steps": 7, "batch": 3, "partition": "p", "seed": 1}
+PLAN |= {"init_seed": 2, "init_sha256": "i", "train_flops": 1.0, "forward_flops": 1.0}
+PLAN |= {"shape": {"channels": 4, "size": 8}}
 
 
 def recipe(train: dict | None = None, **plan: object) -> Recipe:  # type: ignore[type-arg]
