@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 
 from atoll.base.console import show_messages
 from nursery import Nursery, replace_popen
-from s3 import S3, serve
+from s3 import BUCKET, S3, serve
 
 torch.set_num_threads(1)
 
@@ -82,6 +83,14 @@ def s3() -> Iterator[S3]:
     """An S3 endpoint that lets everybody in."""
     with serve() as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def bucket_url(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where nothing is yet, with what this process needs to reach it."""
+    for name, value in {**s3.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="session")

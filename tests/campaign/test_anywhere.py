@@ -1,6 +1,5 @@
 """Campaigns at a URL, by the same commands; copied elsewhere they go on; damage on the way is seen."""
 
-import uuid
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,14 @@ import yaml
 from atoll.store import cache
 from atoll.store.store import Store
 from helpers import SMALL, WEIGHTS, Run, assembled, atoll, merged, partitioned, refused
-from s3 import BUCKET, S3
 
 TINY = {"budget": {"samples": 320}, "monolith": False, "train": {"previews": 0, "threads": 1}}
 
 
 @pytest.fixture
-def url(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(bucket_url: str) -> str:
     """Where a campaign may be."""
-    for name, value in {**s3.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{uuid.uuid4().hex}/c"
+    return f"{bucket_url}/c"
 
 
 def copy(source: Store, target: Store) -> None:

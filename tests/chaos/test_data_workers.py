@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from chaos.sweep import content, differences
 from data.test_ingest import repeated
 from helpers import write_campaign
 from nursery import Child, Nursery
-from s3 import BUCKET, S3
+from s3 import S3
 
 pytestmark = pytest.mark.slow
 STAGES = ("ingest", "embed", "dedupe", "encode")
@@ -126,20 +125,15 @@ def test_killed_at_every_kind_of_write(making: Making) -> None:
     making.check("ingest", making.start("ingest"))
 
 
-def test_parts_on_a_store_that_fails(
-    making: Making, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_on_a_store_that_fails(making: Making, s3: S3, bucket_url: str, tmp_path: Path) -> None:
     """Three at a time over S3 that delays, refuses and hangs up; some are killed, some give up."""
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    url, chance, kills = f"s3://{BUCKET}/{uuid.uuid4().hex}", random.Random(2), 0
-    there = Store.open(url, create=True)
+    chance, kills, there = random.Random(2), 0, Store.open(bucket_url, create=True)
     there.put("campaign.yaml", (making.before["ingest"] / "campaign.yaml").read_bytes())
     with stormy(s3, Weather(5, 0.03)) as endpoint:
         env = {**endpoint.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}
 
         def start(stage: str, words: tuple[str, ...]) -> Child:
-            return making.nursery.start("data", stage, url, *words, env=env)
+            return making.nursery.start("data", stage, bucket_url, *words, env=env)
 
         for stage in ("ingest", "prepare"):
             for parts in ([("--part", f"{number}/3") for number in range(3)], [()]):

@@ -3,7 +3,6 @@
 import random
 import shutil
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,16 @@ from atoll.store.store import Store
 from chaos.campaigns import SLOWLY, check_as_if_undisturbed, island
 from chaos.proxy import FAULTS, Weather, stormy
 from nursery import Nursery
-from s3 import BUCKET, S3
+from s3 import S3
 
 pytestmark = pytest.mark.slow
 
 
 def test_an_island_on_a_store_that_fails(
-    nursery: Nursery, untouched: Path, reference: Path, s3: S3, tmp_path: Path, monkeypatch
+    nursery: Nursery, untouched: Path, reference: Path, s3: S3, bucket_url: str, tmp_path: Path
 ) -> None:
     """Processes are killed, or give up with one line; the next one goes on."""
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    there, here = Store.open(url, create=True), Store.open(untouched)
+    there, here = Store.open(bucket_url, create=True), Store.open(untouched)
     for key in ["campaign.json", *here.list("islands/0")]:
         there.put(key, here.get(key))
 
@@ -37,7 +33,7 @@ def test_an_island_on_a_store_that_fails(
     with stormy(s3, weather) as endpoint:
         env = {**endpoint.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}
         for _ in range(20):
-            child = nursery.train(url, 0, env=env, faults=SLOWLY if kills < 4 else None)
+            child = nursery.train(bucket_url, 0, env=env, faults=SLOWLY if kills < 4 else None)
             deadline = time.monotonic() + (chance.uniform(0.5, 3.0) if kills < 4 else 60)
             while child.running() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -1,9 +1,7 @@
 import io
 import multiprocessing
 import pickle
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +22,6 @@ from atoll.data.job import ColumnJob
 from atoll.data.subsets import union, write_subset
 from atoll.store.manifest import write_file
 from atoll.store.store import Store
-from s3 import BUCKET, S3
 
 PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
 
@@ -337,12 +334,10 @@ def test_forked_workers_can_read_and_so_can_a_copy(glyphs: DataSet) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_forked_workers_of_an_object_store_read_local_copies(
-    glyphs: DataSet, store: Store, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    glyphs: DataSet, store: Store, bucket_url: str
 ) -> None:
     """They never wait for the network; an audit names what is damaged there."""
-    for name, value in {**s3.environment(), "ATOLL_CACHE": str(tmp_path / "cache")}.items():
-        monkeypatch.setenv(name, value)
-    bucket = Store.open(f"s3://{BUCKET}/{uuid.uuid4().hex}", create=True)
+    bucket = Store.open(bucket_url, create=True)
     for key in store.list("glyphs"):
         bucket.put(key, store.get(key))
     made = DataSet.open(bucket, "glyphs")

@@ -23,7 +23,7 @@ from atoll.data.sources.tar import LARGEST_TEXT, TarSource
 from atoll.store.store import Store
 from helpers import Run, refused, write_campaign
 from helpers_data import encoded, ingest, packed, read
-from s3 import BUCKET, S3, Proxy, proxied
+from s3 import S3, Proxy, proxied
 
 Member = tuple[str, bytes]
 
@@ -245,14 +245,10 @@ def test_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(params=["memory", "s3"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    url = f"memory://{uuid.uuid4().hex}/some/where"
-    if request.param == "s3":
-        s3: S3 = request.getfixturevalue("s3")
-        for name, value in s3.environment().items():
-            monkeypatch.setenv(name, value)
-        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/some where"
-    return Store.open(url, create=True)
+def bucket(request: pytest.FixtureRequest) -> Store:
+    if request.param == "memory":
+        return Store.open(f"memory://{uuid.uuid4().hex}/some/where", create=True)
+    return Store.open(f"{request.getfixturevalue('bucket_url')}/some where", create=True)
 
 
 def test_tars_in_an_object_store(bucket: Store, tmp_path: Path) -> None:
@@ -290,11 +286,9 @@ class Torn(Proxy):
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_an_interrupted_read_is_taken_up_again(
-    kind: str, s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str, s3: S3, bucket_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    store = Store.open(f"s3://{BUCKET}/{uuid.uuid4().hex}", create=True)
+    store = Store.open(bucket_url, create=True)
     if kind == "tar":
         store.put("a.tar", packed(many(12)))
     else:

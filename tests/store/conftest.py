@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from s3 import BUCKET
-
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -16,6 +14,4 @@ def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         return str(tmp_path / "store")
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/some/where"
-    for name, value in request.getfixturevalue("s3").environment().items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{uuid.uuid4().hex}/some where"
+    return f"{request.getfixturevalue('bucket_url')}/some where"
