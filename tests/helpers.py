@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,14 @@ def refused(answer: Answer, *words: str) -> str:
     for word in words:
         assert word in lines[0], (word, lines[0])
     return lines[0]
+
+
+def until(ready: Callable[[], object]) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -4,8 +4,6 @@
 """
 
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from atoll.serve.engine import READY, Drawn, Engine, Event, Job
 from atoll.serve.metrics import Metrics
 from atoll.serve.settings import ServeSettings
 from atoll.train.run import train_run
-from helpers import Run, assembled, metrics, partitioned
+from helpers import Run, assembled, metrics, partitioned, until
 from helpers_extractors import save_dinov2, save_pictures
 
 pytestmark = [
@@ -186,13 +184,6 @@ COMMANDS = [
 def test_a_command_on_a_finished_campaign(command: str, folder: Path, run: Run) -> None:
     answer = run(*[word.format(folder) for word in command.split()])
     assert answer.code == 0, answer
-
-
-def until(ready: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.01)
 
 
 @both

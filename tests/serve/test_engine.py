@@ -25,7 +25,7 @@ from atoll.serve.engine import FAILED, READY, Drawn, Engine, Event, Failed, Job,
 from atoll.serve.metrics import Metrics
 from atoll.serve.server import create_app
 from atoll.serve.settings import ServeSettings
-from helpers import Run, refused
+from helpers import Run, refused, until
 from serve.process import PLACE
 
 WAYS = [
@@ -64,13 +64,6 @@ class Client:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
-
-
-def until(ready: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.005)
 
 
 Serving = Callable[..., Client]
