@@ -48,27 +48,14 @@ def settings_for(name: str, folder: Path, source: Path) -> dict[str, Any]:
         "ingest": {"size": SIZE, "mode": "rgb", "label": None if encoders else "label"},
     }
     if name == "alpha":  # two of its aspects, at a sixteenth of its sides
-        buckets = {
-            "sizes": [f"{width}x{height}" for height, width in ASPECTS],
-            "max_upscale": 99,
-            "min_rows": 1,
-        }
-        data["ingest"] |= {"size": 1024, "buckets": buckets}
+        sizes = [f"{width}x{height}" for height, width in ASPECTS]
+        data["ingest"] |= {"size": 1024, "buckets": {"sizes": sizes, "max_upscale": 99, "min_rows": 1}}
     if encoders:
         data |= {"text_encoder": encoders, "text_length": LENGTHS[name]}
-    return {
-        "condition": "text" if encoders else "class",
-        "data": data,
-        "partition": {"method": "random", "k": 1},
-        "network": {
-            "family": family,
-            "patch": 2,
-            "arguments": {"guidance_embeds": True} if name == "dev" else {},
-        },
-        "router": {"patch": 4},
-        "budget": {"samples": 32},
-        "monolith": False,
-    }
+    arguments = {"guidance_embeds": True} if name == "dev" else {}
+    settings = {"condition": "text" if encoders else "class", "data": data, "monolith": False}
+    settings |= {"network": {"family": family, "patch": 2, "arguments": arguments}, "router": {"patch": 4}}
+    return settings | {"partition": {"method": "random", "k": 1}, "budget": {"samples": 32}}
 
 
 @pytest.fixture(scope="module")
@@ -119,29 +106,14 @@ def test_networks_of_noise_draw_what_their_pipeline_draws(
     folder, model = adopted(name)
     shape = [side // model.vae.factor for side in sides]
     noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(1))
+    how: dict[str, Any] = {"prompt": PROMPTS, "latents": noise, "height": sides[0], "width": sides[1]}
+    how |= {"use_resolution_binning": False, "clean_caption": False}
+    if name == "dit":  # it takes no latents: the generator is at the same place
+        how = {"class_labels": [999, 5], "generator": torch.Generator().manual_seed(1)}
+    how |= {"guidance_scale": GUIDANCE, "num_inference_steps": STEPS, "output_type": "pt"}
     with loaded(folder) as pipe:
         pipe.scheduler = diffusers.DDIMScheduler(clip_sample=False)
-        if name == "dit":
-            # It takes no latents: the generator is at the same place.
-            found = pipe(
-                class_labels=[999, 5],
-                guidance_scale=GUIDANCE,
-                num_inference_steps=STEPS,
-                output_type="pt",
-                generator=torch.Generator().manual_seed(1),
-            ).images
-        else:
-            found = pipe(
-                prompt=PROMPTS,
-                guidance_scale=GUIDANCE,
-                num_inference_steps=STEPS,
-                output_type="pt",
-                latents=noise,
-                height=sides[0],
-                width=sides[1],
-                use_resolution_binning=False,
-                clean_caption=False,
-            ).images
+        found = pipe(**how).images
         kept = pipe.scheduler.alphas_cumprod[pipe.scheduler.timesteps].double()
     alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
     sigmas = (sigma / (alpha + sigma)).tolist()
@@ -158,17 +130,10 @@ def shift_of(pipe: Any) -> float | str:
 
 def theirs(name: str, pipe: Any, noise: Tensor, prompts: list[str], guidance: float) -> Tensor:
     """What diffusers' pipeline draws of prompts, at Atoll's times."""
-    how: dict[str, Any] = {
-        "prompt": prompts,
-        "guidance_scale": guidance,
-        "num_inference_steps": STEPS,
-        "sigmas": [1 - n / STEPS for n in range(STEPS)],
-        "max_sequence_length": LENGTHS[name],
-        "latents": noise if name == "sd3" else pipe._pack_latents(noise, *noise.shape),
-        "height": SIZE,
-        "width": SIZE,
-        "output_type": "pt",
-    }
+    how: dict[str, Any] = {"prompt": prompts, "guidance_scale": guidance, "num_inference_steps": STEPS}
+    how |= {"sigmas": [1 - n / STEPS for n in range(STEPS)], "max_sequence_length": LENGTHS[name]}
+    how |= {"latents": noise if name == "sd3" else pipe._pack_latents(noise, *noise.shape)}
+    how |= {"height": SIZE, "width": SIZE, "output_type": "pt"}
     if name == "schnell":  # it has no guidance of its own: a second call, where it is asked for
         how |= {"true_cfg_scale": guidance, "negative_prompt": [""] * len(prompts), "guidance_scale": 0.0}
     return torch.as_tensor(pipe(**how).images)
