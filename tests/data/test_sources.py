@@ -4,6 +4,7 @@ import json
 import os
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,6 @@ def as_tar(folder: Path) -> str:
     return str(folder)
 
 
-def as_hub_parquet(folder: Path) -> str:
-    return f"hf://{as_parquet(folder)}"
-
-
-def as_hub_tar(folder: Path) -> str:
-    return f"hf://{as_tar(folder)}"
-
-
 def as_hub_arrow(folder: Path) -> str:
     for style in COUNTS:
         with pa.OSFile(str(folder / f"{style}.arrow"), "wb") as file:
@@ -107,10 +100,6 @@ def as_hub_arrow(folder: Path) -> str:
     return f"hf://{folder}"
 
 
-def as_hub_images(folder: Path) -> str:
-    return f"hf://{as_folder(folder)}"
-
-
 def as_s3(folder: Path) -> str:
     store = Store.open(f"memory://{uuid.uuid4().hex}/x", create=True)
     for path in Path(as_parquet(folder)).iterdir():
@@ -118,7 +107,9 @@ def as_s3(folder: Path) -> str:
     return store.location
 
 
-WAYS = (as_parquet, as_folder, as_tar, as_s3, as_hub_parquet, as_hub_tar, as_hub_arrow, as_hub_images)
+WAYS: dict[str, Callable[[Path], str]] = {one.__name__: one for one in (as_parquet, as_folder, as_tar)}
+WAYS |= {f"{name} of a hub": lambda folder, way=way: f"hf://{way(folder)}" for name, way in WAYS.items()}
+WAYS |= {"as_hub_arrow": as_hub_arrow, "as_s3": as_s3}
 
 
 def content(dataset: DataSet) -> list[dict[str, Any]]:
@@ -137,12 +128,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     return ingest(open_sources(as_parquet(root / "source"), CONFIG), store, "", CONFIG)
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+@pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The same rows as every kind of source."""
     (tmp_path / "source").mkdir()
-    location: str = request.param(tmp_path / "source")
-    return location
+    return WAYS[request.param](tmp_path / "source")
 
 
 class TestSourceContract:
