@@ -470,15 +470,6 @@ def test_weights_are_read_once_and_compared_with_their_hash(
         opened()
 
 
-def test_a_part_that_was_exchanged_with_its_card_is_noticed(copy: Path, tmp_path: Path) -> None:
-    other = pipeline()
-    other.experts.add(expert(1, LABELS, seed=78))
-    other.save_pretrained(tmp_path / "other")
-    shutil.copytree(tmp_path / "other/experts/1", copy / "experts/1", dirs_exist_ok=True)
-    with pytest.raises(StoreError, match="is not the one that the manifest names"):
-        load(copy)
-
-
 def test_what_cannot_be_loaded_is_told(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "campaign").mkdir()
