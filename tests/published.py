@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,9 @@ T5_WIDTH = 24
 def _clip(folder: Path, number: str, kind: type, width: int) -> None:
     """CLIP's text tower, which ends at 77 tokens; G's tokenizer pads with another token than L's."""
     torch.manual_seed(width)
-    config = transformers.CLIPTextConfig(
-        vocab_size=len(CLIP_WORDS),
-        hidden_size=width,
-        projection_dim=width,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        bos_token_id=52,
-        eos_token_id=53,
-        pad_token_id=53,
-    )
+    sizes = {"hidden_size": width, "projection_dim": width, "intermediate_size": 16, "num_hidden_layers": 3}
+    tokens = {"vocab_size": len(CLIP_WORDS), "bos_token_id": 52, "eos_token_id": 53, "pad_token_id": 53}
+    config = transformers.CLIPTextConfig(num_attention_heads=2, **sizes, **tokens)
     random_weights(kind(config), width).save_pretrained(folder / f"text_encoder{number}")  # type: ignore[operator]
     words = {word: place for place, word in enumerate(CLIP_WORDS)}
     pad = {"pad_token": "z"} if number == "_2" else {}
@@ -51,15 +43,8 @@ def _clip(folder: Path, number: str, kind: type, width: int) -> None:
 
 def _t5(folder: Path, number: str) -> None:
     torch.manual_seed(1)
-    config = transformers.T5Config(
-        vocab_size=len(T5_WORDS),
-        d_model=T5_WIDTH,
-        d_kv=8,
-        d_ff=16,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-    )
+    sizes = {"d_model": T5_WIDTH, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=len(T5_WORDS), feed_forward_proj="gated-gelu", **sizes)
     transformers.T5EncoderModel(config).save_pretrained(folder / f"text_encoder{number}")
     transformers.T5Tokenizer(vocab=T5_WORDS, extra_ids=0).save_pretrained(folder / f"tokenizer{number}")
 
@@ -101,16 +86,8 @@ def pixart(folder: Path, pipeline: str = "PixArtAlphaPipeline", **changes: Any) 
     """PixArt-alpha/PixArt-XL-2-512x512: one T5, eps with a variance."""
     _vae(folder, **{**ALPHA, **({"scaling_factor": 0.13025} if "Sigma" in pipeline else {})})
     _t5(folder, "")
-    settings: dict[str, Any] = {
-        **SHAPE,
-        "in_channels": 4,
-        "out_channels": 8,
-        "num_layers": 2,
-        "cross_attention_dim": 16,
-        "caption_channels": T5_WIDTH,
-        "sample_size": SIZE // 2,
-        "patch_size": 2,
-    }
+    settings = {**SHAPE, "in_channels": 4, "out_channels": 8, "num_layers": 2, "sample_size": SIZE // 2}
+    settings |= {"cross_attention_dim": 16, "caption_channels": T5_WIDTH, "patch_size": 2}
     network = diffusers.PixArtTransformer2DModel(**{**settings, **changes})
     return _save(folder, pipeline, network, diffusers.DPMSolverMultistepScheduler())
 
@@ -125,12 +102,8 @@ def alpha(folder: Path) -> Path:
     made = pixart(
         folder, sample_size=128, interpolation_scale=2, num_attention_heads=3, cross_attention_dim=24
     )
-    _vae(
-        folder,
-        **ALPHA,
-        **{f"{way}_block_types": (f"{kind}Block2D",) * 4 for way, kind in BLOCKS.items()},
-        block_out_channels=(8,) * 4,
-    )  # of factor 8, as the embedding of sizes is
+    blocks = {f"{way}_block_types": (f"{kind}Block2D",) * 4 for way, kind in BLOCKS.items()}
+    _vae(folder, **ALPHA, **blocks, block_out_channels=(8,) * 4)  # of factor 8, as the embedding of sizes is
     return made
 
 
@@ -140,22 +113,12 @@ def sd3(folder: Path) -> Path:
     _clip(folder, "", transformers.CLIPTextModelWithProjection, 8)
     _clip(folder, "_2", transformers.CLIPTextModelWithProjection, 12)
     _t5(folder, "_3")
-    network = diffusers.SD3Transformer2DModel(
-        **SHAPE,
-        sample_size=SIZE // 2,
-        in_channels=16,
-        out_channels=16,
-        num_layers=3,
-        joint_attention_dim=T5_WIDTH,
-        caption_projection_dim=16,
-        pooled_projection_dim=20,
-        pos_embed_max_size=6,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    )
-    return _save(
-        folder, "StableDiffusion3Pipeline", network, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 0.3
-    )
+    settings: dict[str, Any] = {**SHAPE, "in_channels": 16, "out_channels": 16, "num_layers": 3}
+    settings |= {"joint_attention_dim": T5_WIDTH, "caption_projection_dim": 16, "pooled_projection_dim": 20}
+    settings |= {"sample_size": SIZE // 2, "pos_embed_max_size": 6, "qk_norm": "rms_norm"}
+    network = diffusers.SD3Transformer2DModel(**settings, dual_attention_layers=(0,))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return _save(folder, "StableDiffusion3Pipeline", network, scheduler, 0.3)
 
 
 def flux(folder: Path, guidance: bool = True) -> Path:
@@ -163,17 +126,9 @@ def flux(folder: Path, guidance: bool = True) -> Path:
     _vae(folder, **JOINT)
     _clip(folder, "", transformers.CLIPTextModel, 8)
     _t5(folder, "_2")
-    network = diffusers.FluxTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=64,
-        num_layers=1,
-        num_single_layers=2,
-        joint_attention_dim=T5_WIDTH,
-        pooled_projection_dim=8,
-        guidance_embeds=guidance,
-        axes_dims_rope=(4, 6, 6),
-    )
+    settings = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 64, "num_layers": 1}
+    settings |= {"num_single_layers": 2, "joint_attention_dim": T5_WIDTH, "pooled_projection_dim": 8}
+    network = diffusers.FluxTransformer2DModel(**settings, guidance_embeds=guidance, axes_dims_rope=(4, 6, 6))
     shifts = {"use_dynamic_shifting": True, "shift": 3.0} if guidance else {}
     return _save(folder, "FluxPipeline", network, diffusers.FlowMatchEulerDiscreteScheduler(**shifts), 0.3)
 
@@ -183,15 +138,8 @@ def schnell(folder: Path) -> Path:
     return flux(folder, guidance=False)
 
 
-MADE: Mapping[str, Callable[[Path], Path]] = {
-    "dit": dit,
-    "pixart": pixart,
-    "alpha": alpha,
-    "sigma": sigma,
-    "sd3": sd3,
-    "dev": flux,
-    "schnell": schnell,
-}
+MADE: dict[str, Callable[[Path], Path]] = {one.__name__: one for one in (dit, pixart, alpha, sigma, sd3)}
+MADE |= {"dev": flux, "schnell": schnell}
 
 
 def pictures(path: Path, rows: int = 24, wide: bool = False) -> Path:
