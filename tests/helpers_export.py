@@ -54,15 +54,9 @@ def text_tower(folder: Path) -> Path:
 def small_vae(folder: Path, **changes: Any) -> Path:
     """An AutoencoderKL of 4 channels and factor 2."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "block_out_channels": (8, 8),
-        "norm_num_groups": 4,
-        "latent_channels": 4,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-    }
+    settings: dict[str, Any] = {"down_block_types": ("DownEncoderBlock2D",) * 2, "latent_channels": 4}
+    settings |= {"up_block_types": ("UpDecoderBlock2D",) * 2, "block_out_channels": (8, 8)}
+    settings |= {"norm_num_groups": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     AutoencoderKL(**{**settings, **changes}).save_pretrained(folder)
     return folder
 
@@ -119,15 +113,9 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     network = router(7, k, shape)
     network.card = facts(network, shape, "router", None, **made)
     bank = ExpertBank({n: expert(n, shape, **made) for n in range(k)}, k)
-    pipe = AtollPipeline(
-        bank,
-        network,
-        FlowMatchEulerDiscreteScheduler(),
-        vae.network,
-        text.towers[0].network,
-        text.towers[0].tokenizer,
-        num_inference_steps=3,
-    )
+    encoders = vae.network, text.towers[0].network, text.towers[0].tokenizer
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    pipe = AtollPipeline(bank, network, scheduler, *encoders, num_inference_steps=3)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -41,17 +41,9 @@ def expert(seed: int, shape: DataShape = TEXT, prediction: str = "v", schedule: 
 
 def router(seed: int, experts: int, shape: DataShape = TEXT, depth: int = 1) -> Router:
     """A router that was not trained, and is far from even."""
-    network = Router(
-        experts,
-        shape.channels,
-        shape.size,
-        patch_size=4,
-        num_layers=depth,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        caption_channels=shape.text_width,
-        num_classes=shape.classes,
-    )
+    sizes = {"patch_size": 4, "num_layers": depth, "num_attention_heads": 2, "attention_head_dim": 8}
+    sizes |= {"caption_channels": shape.text_width, "num_classes": shape.classes}
+    network = Router(experts, shape.channels, shape.size, **sizes)
     return random_weights(network, seed, 0.2)  # type: ignore[return-value]
 
 

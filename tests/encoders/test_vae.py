@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -43,24 +44,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dc")
     torch.manual_seed(0)
-    diffusers.AutoencoderDC(
-        in_channels=3,
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        upsample_block_type="interpolate",
-        downsample_block_type="stride_conv",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41,
-    ).save_pretrained(folder)
+    settings: dict[str, Any] = {"in_channels": 3, "latent_channels": 4, "attention_head_dim": 2}
+    half = {"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8)}
+    half |= {"layers_per_block": (1, 1), "qkv_multiscales": ((), (5,))}
+    settings |= {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in half.items()}
+    settings |= {"upsample_block_type": "interpolate", "downsample_block_type": "stride_conv"}
+    settings |= {"decoder_norm_types": "rms_norm", "decoder_act_fns": "silu", "scaling_factor": 0.41}
+    diffusers.AutoencoderDC(**settings).save_pretrained(folder)
     return folder
 
 

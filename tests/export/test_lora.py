@@ -42,16 +42,9 @@ def published(folder: Path, name: str, lora: dict[str, object] | None, std: floa
         network.load_state_dict(state)
     else:
         network.load_state_dict({**network.state_dict(), **whole})
-    provenance = {"init": {"kind": "pretrain"}, "initial_weights": sha256(data)}
-    told = card(
-        role="expert",
-        island=0,
-        family=name,
-        condition="text" if shape.text_width else "class",
-        shape=vars(shape),
-        base=sha256(data) if lora else "",
-        provenance=provenance,
-    )
+    about = {"provenance": {"init": {"kind": "pretrain"}, "initial_weights": sha256(data)}}
+    about |= {"family": name, "condition": "text" if shape.text_width else "class", "shape": vars(shape)}
+    told = card(**about, base=sha256(data) if lora else "")
     Checkpoint(campaign.store, "islands/0/expert").write(network, own(network, network.state_dict()), told)
     return campaign
 

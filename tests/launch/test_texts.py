@@ -51,27 +51,11 @@ def parses(script: str) -> None:
 
 
 def test_what_a_job_asks_of_slurm() -> None:
-    asked = SlurmConfig(
-        partition="gpu,big",
-        constraint="a100&ib",
-        account="me",
-        qos="long",
-        gpu_type="a100",
-        hours=1.5,
-        warn=300,
-        lines=("--exclude=node7", "--nice"),
-        setup=("module load cuda",),
-    )
-    job = Job(
-        "expert 3",
-        train("/c"),
-        cpus=8,
-        gpus=4,
-        processes=4,
-        memory=64 * 10**9,
-        memory_asked=True,
-        slurm=asked,
-    )
+    names = {"partition": "gpu,big", "constraint": "a100&ib", "account": "me", "qos": "long"}
+    more = {"lines": ("--exclude=node7", "--nice"), "setup": ("module load cuda",)}
+    asked = SlurmConfig(**names, **more, gpu_type="a100", hours=1.5, warn=300)  # type: ignore[arg-type]
+    size: dict[str, Any] = {"cpus": 8, "gpus": 4, "processes": 4, "memory": 64 * 10**9, "memory_asked": True}
+    job = Job("expert 3", train("/c"), **size, slurm=asked)
     text = slurm.script(job, SITE)
     parses(text)
     found = options(text)
@@ -185,12 +169,8 @@ def test_a_run_that_broke_is_queued_again_a_few_times(
 
 
 def test_needs_become_dependencies_and_every_script_is_shown() -> None:
-    jobs = [
-        Job("seed", train("/c")),
-        Job("expert 0", train("/c"), needs=("seed",)),
-        Job("router", train("/c")),
-    ]
-    text = slurm.show(jobs, SITE)
+    needs = {"seed": (), "expert 0": ("seed",), "router": ()}
+    text = slurm.show([Job(name, train("/c"), needs=before) for name, before in needs.items()], SITE)
     calls = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("$ ")]
     after = ["--dependency=afterok:JOB_OF_seed", "--kill-on-invalid-dep=yes"]
     plain = ["sbatch", "--parsable", "<<END"]

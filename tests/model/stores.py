@@ -10,15 +10,8 @@ from helpers_networks import card
 def publish(store: Store, number: int, expert: Expert, shape: DataShape) -> str:
     """Write an expert as training would; its folder."""
     weights = dict(expert.network.named_parameters())
-    condition = "text" if shape.text_width else "class"
-    about = card(
-        island=number,
-        family=expert.family,
-        prediction=expert.prediction,
-        schedule=expert.schedule,
-        condition=condition,
-        shape=shape,
-    )
+    own = {name: getattr(expert, name) for name in ("family", "prediction", "schedule")}
+    about = card(island=number, condition="text" if shape.text_width else "class", shape=shape, **own)
     Checkpoint(store, f"experts/{number}").write(expert.network, weights, about)
     return f"experts/{number}"
 
