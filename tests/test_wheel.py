@@ -20,13 +20,8 @@ from whole import SETS, sets
 ALONE = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
 ALONE = {**ALONE, "PIP_NO_COMPILE": "0"}
 ALONE.pop("PYTHONDONTWRITEBYTECODE", None)
-SMALL = {
-    **SETS,
-    "compare.strategies": "[top-1]",
-    "diagnose.strategies": "[top-1]",
-    "diagnose.samples": 24,
-    "diagnose.steps": 2,
-}
+SMALL = {**SETS, "compare.strategies": "[top-1]", "diagnose.strategies": "[top-1]"}
+SMALL |= {"diagnose.samples": 24, "diagnose.steps": 2}
 
 
 def run(*argv: str | Path, cwd: Path) -> str:

@@ -364,13 +364,10 @@ def test_a_card_whose_encoders_do_not_agree_is_refused(adopted: Callable[[str], 
     """It comes from a stranger: none of this may be found out in the middle of a picture."""
     card = json.loads(adopted("dev")[1].card.model_dump_json())
     assert card["shape"]["pooled_width"] == card["text"]["pooled"] == 8 and card["shape"]["guidance"]
+    parts = card["text"]["parts"]
     for part, value in (
-        ("parts", 5),
-        ("parts", card["text"]["parts"][:1]),
-        ("parts", card["text"]["parts"][::-1]),
-        ("pooled", 0),
-        ("pooled", 9),
-        ("name", "minilm"),
+        *(("parts", wrong) for wrong in (5, parts[:1], parts[::-1])),
+        *(("pooled", 0), ("pooled", 9), ("name", "minilm")),
     ):
         with pytest.raises(AtollError):
             Card.of_json({**card, "text": {**card["text"], part: value}}, "card.json")

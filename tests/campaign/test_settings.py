@@ -85,17 +85,9 @@ def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) ->
 
 
 def test_set_in_all_its_forms(tmp_path: Path) -> None:
-    sets = [
-        "partition.k=2",
-        "train.lr=2.5e-4",
-        "train.clip=null",
-        "monolith=false",
-        "islands.1.train.batch=4",
-        "islands.1.network={depth: 2}",
-        'compare.prompts=["a, b", c]',
-        "train.betas=[0.8, 0.95]",
-    ]
-    new(tmp_path / "c", catalogue.text("quickstart"), [*sets, "data.source=tests"])
+    sets = ["partition.k=2", "train.lr=2.5e-4", "train.clip=null", "monolith=false"]
+    sets += ["islands.1.train.batch=4", "islands.1.network={depth: 2}", 'compare.prompts=["a, b", c]']
+    new(tmp_path / "c", catalogue.text("quickstart"), [*sets, "train.betas=[0.8, 0.95]", "data.source=tests"])
     config = Campaign.open(tmp_path / "c").config
     assert config.partition.k == 2 and config.train.lr == 2.5e-4 and config.train.clip is None
     assert not config.monolith and config.train.betas == (0.8, 0.95)

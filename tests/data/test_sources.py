@@ -481,14 +481,9 @@ def test_captions_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text("\n".join(made))
     source = open_source(tmp_path, {"captions": True})
     items = list(source.records(0, len(source)))
-    assert [item.captions if isinstance(item, Record) else item.reason for item in items] == [
-        "caption is not text",
-        ("a",),
-        "empty caption",
-        ("b", " c "),
-        "caption is not text",
-        "empty caption",
-    ]
+    found = [item.captions if isinstance(item, Record) else item.reason for item in items]
+    assert found[:3] == ["caption is not text", ("a",), "empty caption"]
+    assert found[3:] == [("b", " c "), "caption is not text", "empty caption"]
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,8 @@ from atoll.encoders.text import (
 )
 from helpers_export import WORDS, save_tokenizer, text_tower
 
-CAPTIONS = [
-    "a red square",
-    "",
-    "greek small letter alpha, serif bold",
-    "a red square",
-    "one two three four five six seven eight nine ten eleven twelve",
-    "ß — 日本",
-]
+CAPTIONS = ["a red square", "", "greek small letter alpha, serif bold", "a red square"]
+CAPTIONS += ["one two three four five six seven eight nine ten eleven twelve", "ß — 日本"]
 
 
 @pytest.fixture(scope="module")

@@ -67,20 +67,13 @@ def with_student(folder: Path, changes: dict[str, Any], std: float = 0.1) -> Cam
     weights = dict(network.named_parameters()) | kept_buffers(network)
     data = json.loads((folder / "islands/0/data/columns/latents/column.json").read_text())
     text = folder / "islands/0/data/columns/text/column.json"
-    about = card(
-        role="student",
-        island=None,
-        family=settings.family,
-        condition=campaign.config.condition,
-        partition=plan.partition,
-        latents=data["producer"],
-        text=json.loads(text.read_text())["producer"] if text.exists() else None,
-        shape=plan.shape,
-        parameters=parameter_count(network),
-        train_flops=plan.train_flops,
-        provenance={"student": {"teacher": "cluster", "teachers": {"islands/0": "0" * 64}}},
-    )
-    Checkpoint(campaign.store, "student/expert").write(network, weights, about)
+    about: dict[str, Any] = {"role": "student", "island": None, "family": settings.family}
+    about |= {"condition": campaign.config.condition, "latents": data["producer"]}
+    about |= {"text": json.loads(text.read_text())["producer"] if text.exists() else None}
+    about |= {name: getattr(plan, name) for name in ("partition", "shape", "train_flops")}
+    about |= {"provenance": {"student": {"teacher": "cluster", "teachers": {"islands/0": "0" * 64}}}}
+    told = card(**about, parameters=parameter_count(network))
+    Checkpoint(campaign.store, "student/expert").write(network, weights, told)
     return campaign
 
 

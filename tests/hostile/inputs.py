@@ -221,13 +221,8 @@ load("a manifest that lists nothing", set_json(EXPORTED, files=[]), "ensemble.js
 row("an ensemble that lists nothing", set_json(ENSEMBLE, files=[]), SAMPLE, "ensemble.json")
 row("export writes beside its folder", outside, f"{TO} {{inside}}/out/exp --no-picture", "ensemble.json")
 row("assemble removes what a manifest names", both(removes, set_json(CARD, rows=141)), ASSEMBLE, "card.json")
-for field, value in {
-    "prediction": "eps",
-    "schedule": "ddpm-linear",
-    "rows": 10**40,
-    "parameters": -5,
-    "train_flops": 1e308,
-}.items():
+OTHERS = {"prediction": "eps", "schedule": "ddpm-linear", "rows": 10**40, "parameters": -5}
+for field, value in {**OTHERS, "train_flops": 1e308}.items():
     name = f"a card that is not the published one: {field}"
     row(name, set_json(CARD, **{field: value}), ASSEMBLE, "card.json")
 
@@ -297,15 +292,8 @@ JSONS = {
 }
 MAY_PASS = ("run/heartbeat.json", "run/log/000000.json", "0/island.json")
 """Files whose damage is told as a warning, or that a finished run does not need."""
-DAMAGES = {
-    "deep": DEEP,
-    "a huge number": b'{"k": %s}' % DIGITS,
-    "a list": b"[]",
-    "null": b"null",
-    "empty": b"",
-    "no text": b"\xff\xfe{}",
-    "half": b'{"k": 4, "ro',
-}
+DAMAGES = {"deep": DEEP, "a huge number": b'{"k": %s}' % DIGITS, "a list": b"[]", "null": b"null"}
+DAMAGES |= {"empty": b"", "no text": b"\xff\xfe{}", "half": b'{"k": 4, "ro'}
 for n, (place, argv) in enumerate(JSONS.items()):
     words = () if place.endswith(MAY_PASS) else (place.rsplit("/", 1)[-1],)
     for m, (name, data) in enumerate(DAMAGES.items()):
@@ -326,14 +314,8 @@ for name, forge, argv in (
     ("another hash", set_json(PARTITION, hash="0" * 64), REPORT),
 ):
     row(f"partition.json: {name}", forge, argv, "partition.json")
-for field, value in {
-    "shape": {},
-    "latents": {},
-    "text": {},
-    "condition": "magic",
-    "provenance__init": [1],
-    "island": 10**9,
-}.items():
+ODD = {"shape": {}, "latents": {}, "text": {}, "condition": "magic", "provenance__init": [1], "island": 10**9}
+for field, value in ODD.items():
     row(f"card.json: {field}", set_json(CARD, **{field: value}), ASSEMBLE, "card.json")
 for name, forge, word in (
     ("model_index.json: guidance is a list", set_json(INDEX, guidance_scale=[1]), "model_index.json"),

@@ -211,14 +211,8 @@ def _yaml(data: bytes, random: Random) -> tuple[bytes, str]:
     return "\n".join(lines).encode(), f"line {at}: {act}"
 
 
-KINDS = {
-    ".json": _json,
-    ".jsonl": _lines,
-    ".parquet": _parquet,
-    ".safetensors": _safetensors,
-    ".tar": _tar,
-    ".yaml": _yaml,
-}
+KINDS = {".json": _json, ".jsonl": _lines, ".parquet": _parquet, ".safetensors": _safetensors}
+KINDS |= {".tar": _tar, ".yaml": _yaml}
 
 
 def mutated(path: Path, random: Random) -> tuple[bytes, str]:

@@ -339,15 +339,8 @@ def test_what_lies_outside_the_file_is_refused(tmp_path: Path) -> None:
 
     good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     assert FileWeights(write(good))["a"].tolist() == [0, 0]
-    changes: list[dict[str, object]] = [
-        {"data_offsets": [8, 16]},
-        {"data_offsets": [-8, 0]},
-        {"data_offsets": [0, 4]},
-        {"shape": [3]},
-        {"dtype": "pickle"},
-        {"data_offsets": None},
-    ]
-    for change in changes:
+    offsets = ({"data_offsets": value} for value in ([8, 16], [-8, 0], [0, 4], None))
+    for change in (*offsets, {"shape": [3]}, {"dtype": "pickle"}):
         with pytest.raises(StoreError, match=r"is damaged|has 7[0-9] bytes instead of"):
             FileWeights(write({**good, **change}))
 

@@ -31,14 +31,9 @@ PROMPTS = [
 ]
 DISTANCES = {"monolith": 20.0, "once": 18.0, "top-1": 19.0, "top-2": 17.0, "full": 23.0, "oracle": 15.0}
 METRIC: dict[str, Any] = {"name": "efficientnet-lite2", "hash": HASH, "size": 64, "components": 64}
-METRIC |= {
-    "reference": "held-out pictures",
-    "reference_rows": 920,
-    "samples": 500,
-    "guidance": 2.0,
-    "seed": 0,
-}
-METRIC |= {"conditions": "of held-out rows", "sampler": "Euler", "ema": True, "real_training_pictures": 2.125}
+METRIC |= {"reference": "held-out pictures", "reference_rows": 920, "samples": 500, "guidance": 2.0}
+METRIC |= {"seed": 0, "conditions": "of held-out rows", "sampler": "Euler", "ema": True}
+METRIC |= {"real_training_pictures": 2.125}
 
 
 def png(side: int, level: int, mode: str = "L") -> bytes:
@@ -93,13 +88,8 @@ class Builder:
     def plan(self, role: str, steps: int, *, flops: float = 3e8, **fields: Any) -> "Builder":
         """The numbers of a run, on all rows unless it is told."""
         folder = role if "island" not in fields else f"islands/{fields['island']}"
-        plan = {
-            "role": role,
-            "rows": sum(self.sizes),
-            "steps": steps,
-            "batch": 64,
-            "partition": HASH,
-        } | fields
+        plan = {"role": role, "steps": steps, "batch": 64, "partition": HASH}
+        plan |= {"rows": sum(self.sizes), **fields}
         plan |= {"seed": 0, "init_seed": 0, "init_sha256": None, "shape": SHAPE}
         plan |= {"forward_flops": flops / 3, "train_flops": steps * plan["batch"] * flops}
         self.store.put_json(f"{folder}/island.json", RunPlan.parse(plan, folder).to_json())
