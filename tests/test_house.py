@@ -360,10 +360,9 @@ HEAVY = {"torch", "numpy", "diffusers", "transformers", "pyarrow", "PIL", "faiss
 
 def test_settings_and_what_looks_at_a_campaign_import_nothing_heavy():
     """A second of the processor at every wrong setting, `new` and `status`, otherwise."""
-    modules = "campaign.settings.campaign", "campaign.folder", "campaign.status", "recipes.catalogue"
-    code = (
-        f"import sys, {', '.join(f'atoll.{module}' for module in modules)}; print({HEAVY} & set(sys.modules))"
-    )
+    modules = "base.table campaign.settings.campaign campaign.folder campaign.status recipes.catalogue"
+    imports = ", ".join(f"atoll.{module}" for module in modules.split())
+    code = f"import sys, {imports}; print({HEAVY} & set(sys.modules))"
     result = run(sys.executable, "-c", code)
     assert result.stdout == "set()\n", result.stdout + result.stderr
 

@@ -1,8 +1,5 @@
 """A table has one JSON, one CSV and one text, whatever its rows are."""
 
-import subprocess
-import sys
-
 import pytest
 
 from atoll.base.config import Config
@@ -70,8 +67,3 @@ def test_typed_tables_come_back_and_empty_ones_keep_their_columns() -> None:
 def test_a_table_of_other_columns_or_values_is_refused(table: object, wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         Results.parse({"losses": table}, "a file")
-
-
-def test_tables_import_nothing_heavy() -> None:
-    code = "import sys, atoll.base.table; sys.exit(bool({'torch', 'numpy', 'pyarrow'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
