@@ -160,45 +160,29 @@ class Builder:
             row |= {"precision": 0.625, "recall": 0.375}
         content["metric"]["neighbours"] = {"k": 3, "real_precision": 0.75, "real_recall": 0.875}
         alike = (("same noise", 0.81), ("same cluster", 0.32), ("any", -0.14))
-        tables = {
-            "pairs": table(
-                "strategy space partner pairs mean low high effect higher",
-                (
-                    (name, space, partner, 500, mean, mean - 0.01, mean + 0.01)
-                    + ((None, None) if partner == "same noise" else (1.75, 0.96))
-                    for name in ("top-1", "once")
-                    for space in ("pixels", "features")
-                    for partner, mean in alike
-                ),
-            ),
-            "guidance": table(
-                "model guidance distance precision recall",
-                (
-                    (name, scale, distance, 0.5, 0.5)
-                    for name, distances in (("monolith", (21.0, 20.0, 19.0)), ("once", (16.0, 18.0, 17.0)))
-                    for scale, distance in zip((1.0, 2.0, 3.0), distances, strict=True)
-                ),
-            ),
-            "best": table(
-                "model guidance distance precision recall edge ratio",
-                [("monolith", 3, 19, 0.5, None, "high", None), ("once", 1, 16, 0.5, None, "low", 0.842)],
-            ),
-            "curve": table(
-                "model share train_flops of_monolith distance precision recall",
-                (
-                    (name, share, 1e12 * spent, spent, distance, None, None)
-                    for name, *points in (
-                        ("pretrain", (0.5, 0.125, 60.0), (1.0, 0.25, 40.0)),
-                        ("monolith", (0.5, 0.5, 40.0), (1.0, 1.0, 20.0)),
-                        ("once", (0.5, 0.625, 30.0), (1.0, 1.0, 18.0)),
-                    )
-                    for share, spent, distance in points
-                ),
-            ),
-            "reach": table(
-                "model target train_flops of_monolith how", [("once", 20, 9.375e11, 0.9375, "between points")]
-            ),
-        }
+        ways = [(name, space) for name in ("top-1", "once") for space in ("pixels", "features")]
+        others = {"same noise": (None, None)}
+        each: Iterable[Sequence[Any]] = (
+            (*way, partner, 500, mean, mean - 0.01, mean + 0.01, *others.get(partner, (1.75, 0.96)))
+            for way, (partner, mean) in itertools.product(ways, alike)
+        )
+        tables = {"pairs": table("strategy space partner pairs mean low high effect higher", each)}
+        swept = {"monolith": (21.0, 20.0, 19.0), "once": (16.0, 18.0, 17.0)}
+        each = ((name, n + 1.0, swept[name][n], 0.5, 0.5) for name, n in itertools.product(swept, range(3)))
+        tables["guidance"] = table("model guidance distance precision recall", each)
+        each = [("monolith", 3, 19, 0.5, None, "high", None), ("once", 1, 16, 0.5, None, "low", 0.842)]
+        tables["best"] = table("model guidance distance precision recall edge ratio", each)
+        courses = {"pretrain": [(0.5, 0.125, 60.0), (1.0, 0.25, 40.0)]}
+        courses |= {"monolith": [(0.5, 0.5, 40.0), (1.0, 1.0, 20.0)]}
+        courses |= {"once": [(0.5, 0.625, 30.0), (1.0, 1.0, 18.0)]}
+        each = (
+            (name, share, 1e12 * spent, spent, distance, None, None)
+            for name, points in courses.items()
+            for share, spent, distance in points
+        )
+        tables["curve"] = table("model share train_flops of_monolith distance precision recall", each)
+        each = [("once", 20, 9.375e11, 0.9375, "between points")]
+        tables["reach"] = table("model target train_flops of_monolith how", each)
         tables = complete(tables, ComparisonTables) | change
         content["tables"] = {name: rows for name, rows in tables.items() if rows}
         self.store.put_json("reports/compare.json", content)
@@ -228,82 +212,47 @@ class Builder:
         models |= {"monolith": 2.0} if monolith else {}
         gaps = [("selected", "own")]
         gaps += [("selected", "monolith"), ("mixture", "monolith")] if monolith else []
-        return {
-            "router": table(
-                "split t nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy",
-                (
-                    (split, t, 0.5 + t, 0.9 - 0.5 * t, 0.95, 0.05 + 0.5 * t, 0.03, 2.0, 1.3, 0.3)
-                    for split, t in itertools.product(splits, times)
-                ),
-            ),
-            "errors": table(
-                "split t cluster model error se",
-                ((*place, model, error, 0.01) for place in places for model, error in models.items()),
-            ),
-            "differences": table(
-                "split t cluster gap difference se",
-                (
-                    (*p, f"{a}-{b}", models[a] - models[b], 0.01)
-                    for p, (a, b) in itertools.product(places, gaps)
-                ),
-            ),
-            "experts": table(
-                "split t cluster expert error",
-                (
-                    (*p, e, 1.5 if p[2] == "all" else 1.0 + abs(p[2] - e))
-                    for p, e in itertools.product(places, experts)
-                ),
-            ),
-            "missing": table(
-                "split t cluster expert loss",
-                ((*p, e, 0.25 if p[2] == e else -0.05) for p, e in itertools.product(places, experts)),
-            ),
-            "disagreement": table(
-                "split t cluster angle",
-                (
-                    (split, t, "all", None if t == "mean" else 20 + 10 * t)
-                    for split, t in itertools.product(splits, (*times, "mean"))
-                ),
-            ),
-        }
+        product = itertools.product
+        each: Iterable[Sequence[Any]] = (
+            (split, t, 0.5 + t, 0.9 - 0.5 * t, 0.95, 0.05 + 0.5 * t, 0.03, 2.0, 1.3, 0.3)
+            for split, t in product(splits, times)
+        )
+        columns = "nll accuracy confidence ece ece_chance temperature prior_nll prior_accuracy"
+        tables = {"router": table(f"split t {columns}", each)}
+        each = ((*place, model, error, 0.01) for place in places for model, error in models.items())
+        tables["errors"] = table("split t cluster model error se", each)
+        each = ((*p, f"{a}-{b}", models[a] - models[b], 0.01) for p, (a, b) in product(places, gaps))
+        tables["differences"] = table("split t cluster gap difference se", each)
+        each = ((*p, e, 1.5 if p[2] == "all" else 1.0 + abs(p[2] - e)) for p, e in product(places, experts))
+        tables["experts"] = table("split t cluster expert error", each)
+        each = ((*p, e, 0.25 if p[2] == e else -0.05) for p, e in product(places, experts))
+        tables["missing"] = table("split t cluster expert loss", each)
+        angles = {t: 20 + 10 * t for t in times}
+        each = ((split, t, "all", angles.get(t)) for split, t in product(splits, (*times, "mean")))
+        return tables | {"disagreement": table("split t cluster angle", each)}
 
     def _sampled(self) -> dict[str, Any]:
         names, dense = ("once", "top-1"), ("once", "top-1", "monolith")
         clusters, share = ["all", *range(self.k)], 1 / self.k
-        ends = (0.75, 0.5, 0.8, 0.4, 0.9)
-        return {
-            "usage": table(
-                "strategy expert size asked used",
-                ((name, e, share, share, share) for name, e in itertools.product(names, range(self.k))),
-            ),
-            "switches": table(
-                "strategy step t rate ever",
-                (
-                    (name, step, t, 0.125 * (name == "top-1"), 0.4 * (name == "top-1"))
-                    for name, (step, t) in itertools.product(names, (("all", None), (1, 0.5), (2, 0.25)))
-                ),
-            ),
-            "landing": table(
-                "strategy cluster landed served others own heldout_others",
-                ((*place, *ends) for place in itertools.product(names, clusters)),
-            ),
-            "stability": table(
-                "strategy samples sensitivity sensitivity_se refinement refinement_se",
-                ((name, 100, 1.5, 0.1, 0.05, 0.002) for name in dense),
-            ),
-            "lipschitz": table(
-                "strategy step t foreseen",
-                ((n, step, t, 1 - t / 2) for n, (step, t) in itertools.product(dense, ((0, 1.0), (1, 0.5)))),
-            ),
-            "nearest": table(
-                "cluster samples suspicious memorised memorised_heldout distance distance_heldout",
-                ((cluster, 50, 0.06, 0.04, 0.0, 3.5, 4.5) for cluster in (*clusters, "monolith")),
-            ),
-            "suspicious": table(
-                "cluster ratio why", ((n % self.k, 0.1 * n, "ratio, distance") for n in range(2))
-            ),
-            "closest": table("cluster ratio why", [(0, 0.1, "")]),
-        }
+        product, experts = itertools.product, range(self.k)
+        each: Iterable[Sequence[Any]] = ((n, e, share, share, share) for n, e in product(names, experts))
+        tables = {"usage": table("strategy expert size asked used", each)}
+        steps, rates = [("all", None), (1, 0.5), (2, 0.25)], {"once": (0.0, 0.0), "top-1": (0.125, 0.4)}
+        each = ((name, *step, *rates[name]) for name, step in product(names, steps))
+        tables["switches"] = table("strategy step t rate ever", each)
+        each = ((*place, 0.75, 0.5, 0.8, 0.4, 0.9) for place in product(names, clusters))
+        tables["landing"] = table("strategy cluster landed served others own heldout_others", each)
+        each = ((name, 100, 1.5, 0.1, 0.05, 0.002) for name in dense)
+        columns = "strategy samples sensitivity sensitivity_se refinement refinement_se"
+        tables["stability"] = table(columns, each)
+        each = ((n, step, t, 1 - t / 2) for n, (step, t) in product(dense, ((0, 1.0), (1, 0.5))))
+        tables["lipschitz"] = table("strategy step t foreseen", each)
+        each = ((cluster, 50, 0.06, 0.04, 0.0, 3.5, 4.5) for cluster in (*clusters, "monolith"))
+        columns = "cluster samples suspicious memorised memorised_heldout distance distance_heldout"
+        tables["nearest"] = table(columns, each)
+        each = ((n % self.k, 0.1 * n, "ratio, distance") for n in range(2))
+        tables["suspicious"] = table("cluster ratio why", each)
+        return tables | {"closest": table("cluster ratio why", [(0, 0.1, "")])}
 
     def change(self, name: str, change: dict[str, object], **where: object) -> "Builder":
         """Change columns in the rows of a diagnosis' table that have these values."""
