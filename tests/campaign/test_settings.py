@@ -142,12 +142,8 @@ def test_a_source_must_be_there_and_must_not_hold_the_campaign(tmp_path: Path) -
 def test_words_of_yaml_1_1_are_no_booleans(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'a' is written twice"):
         read_yaml("{a: 1, b: 2, a: 3}", "here")
-    assert read_yaml("{on: yes, off: no, y: true, n: FALSE}", "here") == {
-        "on": "yes",
-        "off": "no",
-        "y": True,
-        "n": False,
-    }
+    words = read_yaml("{on: yes, off: no, y: true, n: FALSE}", "here")
+    assert words == {"on": "yes", "off": "no", "y": True, "n": False}
     folder = write_campaign(tmp_path / "c", {})
     with (folder / "campaign.yaml").open("a") as file:
         file.write("launch: {on: slurm, islands: {0: {on: local}}}\n")

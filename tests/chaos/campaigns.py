@@ -7,17 +7,10 @@ from typing import Any
 from helpers import entries, metrics, same_bits
 
 ISLANDS = (0, 1, 2)
-CHANGES: dict[str, Any] = {
-    "budget": {"samples": 9_000},
-    "partition": {"k": 3},
-    "monolith": False,
-    "train": {
-        "checkpoint_every_s": 0.0,
-        "validations": 5,
-        "log_every": 7,
-        "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},
-    },
-}
+TRAIN: dict[str, Any] = {"checkpoint_every_s": 0.0, "validations": 5, "log_every": 7}
+TRAIN |= {"lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0}}
+CHANGES: dict[str, Any] = {"budget": {"samples": 9_000}, "partition": {"k": 3}, "monolith": False}
+CHANGES |= {"train": TRAIN}
 
 SLOWLY: dict[str, list[Any]] = {"linger": ["step", 0.2]}
 """A fault: a run would take most of a minute, so that it is not over before those who disturb it come."""

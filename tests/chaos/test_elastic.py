@@ -24,19 +24,11 @@ RECORDING = Path(__file__).with_name("recording.py")
 BATCH = 16
 TOLERANCE = 1e-4
 """Of weights after thirty steps of AdamW, whose first divide by small numbers: sums in another order."""
-CHANGES: dict[str, Any] = {
-    "budget": {"samples": 960},
-    "monolith": False,
-    "network": {"depth": 2},  # FSDP leaves the first block alone
-    "train": {
-        "batch": BATCH,
-        "checkpoint_every_s": 0.0,
-        "log_every": 1,
-        "previews": 1,
-        "lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0},
-        "parallel": {"collective_timeout_s": 60.0},
-    },
-}
+TRAIN: dict[str, Any] = {"batch": BATCH, "checkpoint_every_s": 0.0, "log_every": 1, "previews": 1}
+TRAIN |= {"lease": {"heartbeat_seconds": 0.1, "expiry_seconds": 1.0}}
+TRAIN |= {"parallel": {"collective_timeout_s": 60.0}}
+CHANGES: dict[str, Any] = {"budget": {"samples": 960}, "monolith": False, "train": TRAIN}
+CHANGES |= {"network": {"depth": 2}}  # FSDP leaves the first block alone
 
 
 @dataclass
@@ -193,17 +185,10 @@ def test_two_killed_one_killed_four(copy: Path, alone: tuple[Path, Record], tmp_
     check_close(run, island(reference, 0))
 
 
+FSDP = ['train.parallel.strategy="fsdp"', "train.parallel.shard=2"]
 WAYS = {
     "compiled": (2, ["train.parallel.compile=true"]),
-    "fsdp, all of it": (
-        4,
-        [
-            'train.parallel.strategy="fsdp"',
-            "train.parallel.shard=2",
-            "train.parallel.checkpointing=true",
-            "train.parallel.micro_batch=3",
-        ],
-    ),
+    "fsdp, all of it": (4, [*FSDP, "train.parallel.checkpointing=true", "train.parallel.micro_batch=3"]),
 }
 
 

@@ -25,18 +25,10 @@ from nursery import Child, Nursery
 from s3 import BUCKET, S3
 
 pytestmark = pytest.mark.slow
-CHANGES: dict[str, Any] = {
-    "budget": {"samples": 1600},
-    "monolith": False,
-    "train": {
-        "batch": 16,
-        "checkpoint_every_s": 0.0,
-        "previews": 0,
-        "validations": 0,
-        "lease": {"heartbeat_seconds": 0.5, "expiry_seconds": 5.0},
-        "parallel": {"collective_timeout_s": 60.0},
-    },
-}
+TRAIN: dict[str, Any] = {"batch": 16, "checkpoint_every_s": 0.0, "previews": 0, "validations": 0}
+TRAIN |= {"lease": {"heartbeat_seconds": 0.5, "expiry_seconds": 5.0}}
+TRAIN |= {"parallel": {"collective_timeout_s": 60.0}}
+CHANGES: dict[str, Any] = {"budget": {"samples": 1600}, "monolith": False, "train": TRAIN}
 FILES, WHOLE, MB = r"run/checkpoints/.*\.safetensors", r"run/checkpoints/.*/COMMIT\.json", 2**20
 KILLS = [
     (2, "fsdp", 0, FILES, "before"),

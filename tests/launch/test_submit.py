@@ -37,12 +37,8 @@ def everything(folder: Path) -> dict[Path, bytes]:
 def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     campaign = opened(tmp_path / "c", MIXED, train={"threads": 3})
     placed = {one.name: one for one in plan_jobs(campaign)}
-    assert {name: one.target for name, one in placed.items()} == {
-        "expert 0": "slurm",
-        "expert 1": "local",
-        "router": "slurm",
-        "monolith": "slurm",
-    }
+    targets = {"expert 0": "slurm", "expert 1": "local", "router": "slurm", "monolith": "slurm"}
+    assert {name: one.target for name, one in placed.items()} == targets
     zero, one, monolith = (placed[name] for name in ("expert 0", "expert 1", "monolith"))
     assert (zero.gpus, zero.processes, zero.cpus, zero.memory) == (4, 4, 16, 2_500_000_000)
     assert (one.gpus, one.processes, one.cpus) == (None, 2, 6)

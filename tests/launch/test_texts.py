@@ -188,16 +188,10 @@ def test_what_a_job_asks_of_skypilot() -> None:
         "expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
     )
     made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
-    assert made["resources"] == {
-        "use_spot": True,
-        "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
-        "cpus": "64+",
-        "memory": "100+",
-        "accelerators": "H100:8",
-        "infra": "aws/us-east-1",
-        "image_id": "docker:me/atoll",
-        "disk_size": 500,
-    }
+    expected: dict[str, Any] = {"cpus": "64+", "memory": "100+", "accelerators": "H100:8", "use_spot": True}
+    expected |= {"infra": "aws/us-east-1", "image_id": "docker:me/atoll", "disk_size": 500}
+    expected |= {"job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}}
+    assert made["resources"] == expected
     assert made["name"] == job.label(URL) and made["num_nodes"] == 1 and made["workdir"] == str(Path.cwd())
     assert "secrets" not in made and made["envs"]["OMP_NUM_THREADS"] == "8"
     assert "file_mounts" not in made

@@ -58,19 +58,10 @@ def test_a_writer_that_is_killed_leaves_the_old_object(store: Store) -> None:
 @pytest.mark.parametrize("key", ["../x", "a/../../x", "/etc/passwd", "..", "a/../..", "../s2/x"])
 def test_keys_that_lead_out_are_refused(store: Store, key: str) -> None:
     (Path(store.location).parent / "x").write_text("secret")
-    actions = [
-        lambda: store.get(key),
-        lambda: store.put(key, b""),
-        lambda: store.create(key, b""),
-        lambda: store.exists(key),
-        lambda: store.delete(key),
-        lambda: store.list(key),
-        lambda: store.path(key),
-        lambda: store.sub(key),
-    ]
-    for action in actions:
+    reads = store.get, store.exists, store.delete, store.list, store.path, store.sub
+    for act in (*reads, lambda key: store.put(key, b""), lambda key: store.create(key, b"")):
         with pytest.raises(StoreError, match="leads out of"):
-            action()
+            act(key)
     assert (Path(store.location).parent / "x").read_text() == "secret"
 
 
