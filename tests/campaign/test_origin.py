@@ -193,9 +193,7 @@ def test_a_campaign_that_cannot_be_gone_on_from_is_refused_in_a_line(
     assert not (tmp_path / "c").exists()
 
 
-def test_another_origin_is_refused_before_any_work(
-    base: Path, further: Path, tmp_path: Path, run: Run
-) -> None:
+def test_another_origin_is_refused_before_any_work(further: Path, tmp_path: Path, run: Run) -> None:
     refused(run("new", tmp_path / "a", "--recipe", "high-resolution"), "origin: there is no folder", "--from")
     refused(run("new", tmp_path / "a", "--from", tmp_path / "nowhere"), "nowhere")
     # The same settings, and a source whose files are others by now.

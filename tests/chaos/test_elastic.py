@@ -224,7 +224,7 @@ def test_all_ranks_leave_together_and_sharded_weights_resume_on_one(
     check_close(run, island(alone[0], 0))
 
 
-def test_a_rank_that_hangs_is_named(copy: Path, alone: tuple[Path, Record], tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named(copy: Path, tmp_path: Path) -> None:
     run = island(copy, 0)
     hurry = "train.parallel.collective_timeout_s=4.0"
     with ranks(copy, 2, "two", tmp_path / "record", hurry, launcher="atoll.launch.torchrun") as spread:

@@ -178,9 +178,7 @@ def test_all_captions_of_a_row_count_and_the_main_one_comes_first(glyphs: DataSe
         ([0.0] * 16, [1] * 16),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(
-    glyphs: DataSet, index: list[float], choices: list[int]
-) -> None:
+def test_an_index_that_does_not_fit_is_refused(index: list[float], choices: list[int]) -> None:
     tensors = {"values": torch.zeros(3, 2), "lengths": torch.tensor([1, 2])}
     tensors |= {"index": torch.tensor(index), "choices": torch.tensor(choices)}
     with pytest.raises(DataError, match="index and choices do not fit"):

@@ -85,7 +85,7 @@ def test_a_tokenizer_that_adds_nothing_gives_no_words_one_token(t5: Path, tmp_pa
     assert {caption: len(values) for caption, values in states.items()} == {"": 1, "a red": 2}
 
 
-def test_long_captions_are_cut(encoder: TextEncoder, minilm: TextEncoder) -> None:
+def test_long_captions_are_cut(encoder: TextEncoder) -> None:
     short = text_encoder(encoder.name, max_length=5)
     _states, mask = short.encode(["a red square a red square a red square"])
     assert mask.shape == (1, 5) and short.producer()["max_length"] == 5

@@ -251,7 +251,7 @@ def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: b
 
 
 @pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])
-def test_a_hostile_url_stays_one_word(name: str, tmp_path: Path) -> None:
+def test_a_hostile_url_stays_one_word(name: str) -> None:
     url = f"s3://bucket/{name}"
     job = Job("router", ("echo", "train", url), gpus=0, sky=CODE)
     texts = sky.files([job], url)

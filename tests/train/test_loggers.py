@@ -137,9 +137,7 @@ def history(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_tracker_that_fails_does_not_end_the_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_tracker_that_fails_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
         lines = 0
 
