@@ -78,11 +78,8 @@ def test_what_is_damaged_or_of_something_else_is_made_again(store: Store) -> Non
     assert [part.start for part in made] == [0, 16, 32]
     assert whole["square"].tolist() == [n * n for n in range(100)]
     assert len(list(folder.iterdir())) == before + 1
-    for other in (
-        squares(store, made, "cubes"),
-        squares(store, made, batch=9),
-        squares(store, made, count=99),
-    ):
+    others: list[dict[str, Any]] = [{"about": "cubes"}, {"batch": 9}, {"count": 99}]
+    for other in (squares(store, made, **how) for how in others):
         made.clear()
         other.whole()
         assert len(made) == len(other.shards)

@@ -79,12 +79,8 @@ def test_settings_a_strategy_does_not_use_are_refused() -> None:
 
 
 def test_how_many_experts_suffice() -> None:
-    for name, least in (
-        ("top-3", 3),
-        ("once null top-2", 2),
-        ("top-3 null top-2", 3),
-        ("top-2 null top-3", 3),
-    ):
+    enough = {"top-3": 3, "once null top-2": 2, "top-3 null top-2": 3, "top-2 null top-3": 3}
+    for name, least in enough.items():
         assert Routing.named(name).possible(least) and not Routing.named(name).possible(least - 1)
     assert Routing.named("sample-9 null sample-9").possible(1)
     assert weights("sample-9").sum() == pytest.approx(1)  # draws are with replacement

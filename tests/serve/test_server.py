@@ -62,11 +62,8 @@ def test_models_are_listed_and_name_their_strategy(client: openai.OpenAI) -> Non
     assert answer.data is not None and answer.data[0].routing["strategy"] == "top-1"  # type: ignore[attr-defined]
     found = client.models.retrieve("ensemble:full")
     assert found.id == "ensemble:full" and found.atoll["clusters"] == {"0": "top words digits"}  # type: ignore[attr-defined]
-    for wrong, words in (
-        ("topp-1", "there is no routing"),
-        ("top-9", "at most 3"),
-        ("oracle", "known clusters"),
-    ):
+    refusals = {"topp-1": "there is no routing", "top-9": "at most 3", "oracle": "known clusters"}
+    for wrong, words in refusals.items():
         with pytest.raises(openai.BadRequestError, match=words):
             client.models.retrieve(f"ensemble:{wrong}")
 
