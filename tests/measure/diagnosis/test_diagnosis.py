@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from atoll.measure.diagnosis.sampled import Copies, Nearest, switches, two_neare
 from atoll.measure.metrics.projection import Means
 from atoll.model.bank import Bank
 from helpers import Run, atoll, refused
+from identities.test_mixture import Exact, World
 
 SHAPE = (1, 2, 2)
 
@@ -306,58 +307,35 @@ def test_a_sure_router_without_its_choice_still_tells_the_others_apart() -> None
     assert found(tables["missing"], t=1.0, cluster=0, expert=0)["loss"] == pytest.approx(7.0**2)
 
 
-# Exact parts: a small world in which everything is known.
+# Exact parts: a small world of the identities, in which everything is known.
 
 
-class World:
-    """Points with a cluster each; the exact flow of any part of them, and the exact posterior."""
+class Known:
+    """A function of state and time, as a bank asks networks and routers."""
 
-    def __init__(self) -> None:
-        draws = torch.randn(12, *SHAPE, generator=seeded(5))
-        self.cluster = torch.arange(12) % 3
-        self.points = draws + 1.5 * self.cluster.view(-1, 1, 1, 1)
-
-    def log_joint(self, x: Tensor, t: Tensor) -> Tensor:
-        t = t.double()
-        away = x.double().flatten(1)[:, None] - (1 - t)[:, None, None] * self.points.double().flatten(1)
-        return -away.square().sum(-1) / (2 * t.square()[:, None])
-
-    def flow(self, x: Tensor, t: Tensor, mine: Tensor) -> Tensor:
-        weights = self.log_joint(x, t)[:, mine].softmax(1)
-        x0 = torch.einsum("bn,nchw->bchw", weights, self.points[mine].double())
-        return (x.double() - x0) / t.double().view(-1, 1, 1, 1)
-
-
-class Exact:
-    def __init__(self, world: World, mine: Tensor) -> None:
-        self.world, self.mine = world, mine
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
 
     def velocity(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        return self.world.flow(x_t, t, self.mine)
+        return self.function(x_t.double(), t.double())
 
-
-class Bayes:
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
-        joint = self.world.log_joint(x_t, t)
-        return torch.stack([joint[:, self.world.cluster == k].logsumexp(1) for k in range(3)], 1)
+    logits = velocity
 
 
 @pytest.fixture(scope="module")
 def exact() -> tuple[World, dict[str, Any]]:
-    world, source = World(), seeded(7)
-    parts = [Exact(world, world.cluster == k) for k in range(3)]
+    cluster, source = torch.arange(12) % 3, seeded(7)
+    points = torch.randn(12, *SHAPE, generator=seeded(5)) + 1.5 * cluster.view(-1, 1, 1, 1)
+    world = World(points.double(), torch.full((12,), 1 / 12, dtype=torch.float64), cluster)
+    parts = [Known(world.expert(k, RectifiedFlow(), "v")) for k in range(3)]
     picked = torch.randint(0, 12, (4000,), generator=source)
     eps = torch.randn(4000, *SHAPE, generator=source)
     batches = [
-        Rows(world.points[picked[i]], Condition(), eps[i], world.cluster[picked[i]])
+        Rows(points[picked[i]], Condition(), eps[i], cluster[picked[i]])
         for i in torch.arange(4000).split(500)
     ]
-    whole = Exact(world, torch.full((12,), True))
-    times = [0.3, 0.6, 0.9]
-    return world, errors_of(Bank(parts, Bayes(world)), whole, batches, [4, 4, 4], config(times=times))
+    bank, whole = Bank(parts, Known(world.logits)), Known(Exact(world.images, world.weights))
+    return world, errors_of(bank, whole, batches, [4, 4, 4], config(times=[0.3, 0.6, 0.9]))
 
 
 def test_with_exact_parts_every_expert_is_best_at_home(exact: tuple[World, dict[str, Any]]) -> None:
@@ -392,8 +370,8 @@ def test_the_exact_router_has_the_likelihood_of_its_own_posterior(
     eps = torch.randn(20000, *SHAPE, generator=source)
     for time in (0.3, 0.6, 0.9):
         t = torch.full((20000,), time)
-        states = noisy(world.points[picked], eps, t, RectifiedFlow())
-        p = Bayes(world).logits(states, t, Condition()).softmax(1)
+        states = noisy(world.images[picked].float(), eps, t, RectifiedFlow())
+        p = world.logits(states.double(), t.double()).softmax(1)
         entropy = -torch.special.xlogy(p, p).sum(1)
         one = found(tables["router"], t=time)
         assert abs(one["nll"] - float(entropy.mean())) < 4 * one["nll_se"]
