@@ -1,6 +1,5 @@
 """Tiny checkpoints of the real classes, in the folders that their publishers write: no download is needed."""
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 import transformers
 from PIL import Image
 
+from helpers_data import saved
 from helpers_export import small_vae
 from helpers_networks import random_weights
 
@@ -146,10 +146,9 @@ def pictures(path: Path, rows: int = 24, wide: bool = False) -> Path:
     """A parquet file of captioned pictures with labels up to 999; every other one may be twice as wide."""
     source, table = np.random.default_rng(0), dict[str, list[Any]](image=[], text=[], label=[])
     for row in range(rows):
-        data = io.BytesIO()
         width = SIZE * (1 + (wide and row % 2))
-        Image.fromarray(source.integers(0, 255, (SIZE, width, 3), dtype=np.uint8)).save(data, "PNG")
-        table["image"].append(data.getvalue())
+        pixels = source.integers(0, 255, (SIZE, width, 3), dtype=np.uint8)
+        table["image"].append(saved(Image.fromarray(pixels)))
         table["text"].append(CAPTIONS[row % len(CAPTIONS)])
         table["label"].append(999 if row < 4 else row)
     pq.write_table(pa.table(table), path)

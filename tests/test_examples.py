@@ -18,7 +18,7 @@ from PIL import Image
 
 import atoll
 from helpers import ROOT
-from helpers_data import packed
+from helpers_data import packed, saved
 
 RED = (255, 0, 0)
 
@@ -41,9 +41,7 @@ def picture(side: int, suffix: str) -> bytes:
     """Red in the upper half, nothing below."""
     made = Image.new("RGBA", (side, side))
     made.paste(RED, (0, 0, side, side // 2))
-    content = io.BytesIO()
-    made.save(content, suffix, **({"lossless": True} if suffix == "WEBP" else {}))
-    return content.getvalue()
+    return saved(made, suffix, **({"lossless": True} if suffix == "WEBP" else {}))
 
 
 def package(path: Path, files: dict[str, bytes]) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from atoll.base.hashing import digest_tensors, sha256
 from atoll.store.signatures import SIGNATURE, sign
 from atoll.store.store import Store
+from helpers_data import saved
 from hostile.arena import Arena, edit, relisted, replace
 from hostile.mutate import agree
 from keys import key_pair
@@ -392,9 +393,7 @@ for name, argv, *words in (
 
 
 def pixels(size: int = 16, red: int = 0) -> bytes:
-    data = io.BytesIO()
-    Image.new("RGB", (size, size), (red, 0, 0)).save(data, "PNG")
-    return data.getvalue()
+    return saved(Image.new("RGB", (size, size), (red, 0, 0)))
 
 
 def parquet(table: pa.Table) -> Forge:

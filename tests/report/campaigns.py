@@ -1,6 +1,5 @@
 """Campaign folders written by hand: real files in a real store, numbers chosen to be told apart."""
 
-import io
 import itertools
 import json
 import math
@@ -18,6 +17,7 @@ from atoll.campaign.measured import ComparisonTables
 from atoll.campaign.runs import RunPlan
 from atoll.model.card import Card
 from atoll.store.store import Store
+from helpers_data import saved
 
 HASH = "ab" * 32
 SHAPE = {"channels": 1, "size": 16, "text_width": 384, "text_length": 20, "classes": 0}
@@ -38,9 +38,7 @@ METRIC |= {"real_training_pictures": 2.125}
 
 def png(side: int, level: int, mode: str = "L") -> bytes:
     pixels = np.arange(side * side, dtype=np.uint8).reshape(side, side) // 2 + level
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(buffer, "PNG")
-    return buffer.getvalue()
+    return saved(Image.fromarray(pixels).convert(mode))
 
 
 def table(columns: str, rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
