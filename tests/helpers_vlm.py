@@ -31,13 +31,8 @@ def save_llava(folder: Path) -> Path:
     )
     torch.manual_seed(0)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(place)
-    transformers.LlavaProcessor(
-        image_processor=transformers.CLIPImageProcessor(
-            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
-        ),
-        tokenizer=tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(place)
+    crop = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    parts = {"image_processor": transformers.CLIPImageProcessor(**crop), "tokenizer": tokenizer}
+    more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    transformers.LlavaProcessor(**parts, patch_size=8, **more).save_pretrained(place)
     return place

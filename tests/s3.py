@@ -54,26 +54,17 @@ class S3:
     def environment(self, user: str = "") -> dict[str, str]:
         """What a command needs to reach it."""
         identity, secret = self.keys.get(user, ["test", "test"])
-        return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": identity,
-            "AWS_SECRET_ACCESS_KEY": secret,
-        }
+        keys = {"AWS_ACCESS_KEY_ID": identity, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
+        return {"AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", **keys}
 
 
 @contextmanager
 def serve(auth: bool = False) -> Iterator[S3]:
     """Start moto with one empty bucket, and end it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, "auth" if auth else "open"],
-        env={**os.environ, "AWS_EC2_METADATA_DISABLED": "true"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    argv = [sys.executable, "-c", SERVER, "auth" if auth else "open"]
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
+    process = subprocess.Popen(argv, env=env, text=True, **how)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

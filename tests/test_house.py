@@ -137,13 +137,8 @@ def test_the_house_stays_small(capsys: pytest.CaptureFixture[str]):
     """Sizes and crossings are features. `-s` prints them."""
     found = sizes() | crossings()
     with capsys.disabled():
-        print(
-            "",
-            ", ".join(
-                f"{part} {number:,.4g}" if number < 1 else f"{part} {number:,}"
-                for part, number in found.items()
-            ),
-        )
+        forms = {part: f"{number:,.4g}" if number < 1 else f"{number:,}" for part, number in found.items()}
+        print("", ", ".join(f"{part} {form}" for part, form in forms.items()))
     assert {part: number for part, number in found.items() if number > CEILINGS[part]} == {}
     assert found.keys() == CEILINGS.keys() - {"tour"}
 

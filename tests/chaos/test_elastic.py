@@ -72,13 +72,9 @@ def ranks(
     argv += [part for change in sets for part in ("--set", change)]
     if count > 1:
         argv = ["-m", launcher, "--standalone", "--nproc-per-node", str(count), *argv]
-    process = subprocess.Popen(
-        [sys.executable, *argv],
-        env={**environment(), "ATOLL_RECORD": str(record), "ATOLL_NAME": name},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**environment(), "ATOLL_RECORD": str(record), "ATOLL_NAME": name}
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, *argv], env=env, text=True, **pipes)
     made = Ranks(process, name)
     try:
         yield made

@@ -144,13 +144,9 @@ def test_rows_keep_their_aspect(tmp_path: Path, store: Store) -> None:
     upright = by_key["rotated.jpg"]
     assert (upright["width"], upright["height"], upright["bucket_height"]) == (45, 90, 48)
     rejects = [json.loads(line) for line in store.get("d/rejects.jsonl").decode().splitlines()]
-    assert {reject["key"]: reject["reason"] for reject in rejects} == {
-        "1-wide.png": "too small",
-        "dot.png": "too small",
-        "panorama.png": "too long",
-        "narrow.png": "too small",
-        "broken.png": "truncated",
-    }
+    small = dict.fromkeys(("1-wide.png", "dot.png", "narrow.png"), "too small")
+    reasons = {reject["key"]: reject["reason"] for reject in rejects}
+    assert reasons == {**small, "panorama.png": "too long", "broken.png": "truncated"}
     assert "900x30 would lose 93% to fit into 48x24" in [reject["detail"] for reject in rejects]
     again = ingest(FolderSource(folder), store, "d", config(min_rows=3))
     assert again.content == whole.content

@@ -356,14 +356,8 @@ def two(tmp_path: Path) -> dict[str, SourceConfig]:
     for name in ("t", "f"):
         (tmp_path / name).mkdir()
     first = SourceConfig(source=as_tar(tmp_path / "t"), weight=3, licence="CC0", **COLUMNS)  # type: ignore[arg-type]
-    second = SourceConfig(
-        source=as_folder(tmp_path / "f"),
-        caption="caption",
-        id="id",
-        licence="CC-BY",
-        licence_column="licence",
-    )
-    return {"tars": first, "web": second}
+    named = {"caption": "caption", "id": "id", "licence": "CC-BY", "licence_column": "licence"}
+    return {"tars": first, "web": SourceConfig(source=as_folder(tmp_path / "f"), **named)}  # type: ignore[arg-type]
 
 
 def test_several_sources_tell_source_and_licence(two: dict[str, SourceConfig], store: Store) -> None:

@@ -126,12 +126,9 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
     (tmp_path / "scontrol").chmod(0o755)
     argv = (sys.executable, "-S", "-c", CHILD.format(code=code))
     job = Job("expert 0", argv, saves=code != 143)
-    process = subprocess.Popen(
-        ["bash", "-c", slurm.script(job, SITE)],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+    call = ["bash", "-c", slurm.script(job, SITE)]
+    process = subprocess.Popen(call, env=place, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "ready\n"

@@ -104,13 +104,8 @@ def test_an_island_needs_no_network_and_no_other_folder(made: Path, reference: P
     folder = alone(made, tmp_path / "island")
     mounts = "mount --bind $0 /mnt && mount -t tmpfs none $2 && ls $2 | wc -l"
     script = f"{mounts} && cd /mnt && exec $1 -m atoll train expert /mnt --expert 0"
-    result = subprocess.run(
-        ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable, str(tmp_path.parents[1])],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = ["unshare", "-mn", "bash", "-c", script, str(folder), sys.executable, str(tmp_path.parents[1])]
+    result = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "0"
     assert same_bits(folder / "islands/0", reference / "islands/0")
