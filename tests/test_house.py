@@ -42,20 +42,20 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_296,
-    "measure": 4_121,
-    "report": 1_701,
-    "export": 1_751,
+    "core": 25_067,
+    "measure": 4_062,
+    "report": 1_689,
+    "export": 1_749,
     "serve": 1_506,
-    "curate": 2_734,
-    "tests": 34_119,
-    "benchmarks": 5_435,
-    "longest file": 469,  # under 500: what one file alone imports is a part of it
-    "tour": 4_858,
+    "curate": 2_707,
+    "tests": 34_128,
+    "benchmarks": 5_367,
+    "longest file": 463,  # under 500: what one file alone imports is a part of it
+    "tour": 4_803,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
-    "private helpers with one caller": 90,
+    "private helpers with one caller": 88,
     "files with one importer or none": 42,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.123,

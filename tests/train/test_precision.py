@@ -8,9 +8,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from atoll.campaign.folder import Campaign
 from atoll.networks.cost import Float32
 from atoll.train.run import train_run
-from helpers import metrics, partitioned
+from helpers import assembled, metrics, partitioned
+
+TEXT = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 32}}
+"""Longer than the captions, which differ in length."""
 
 
 @pytest.mark.parametrize("kind", [None, torch.bool, torch.bfloat16])
@@ -41,9 +45,8 @@ class Attended(TorchFunctionMode):
 
 def losses(folder: Path, precision: str, **parallel: bool) -> list[float]:
     """Of every step of an expert."""
-    text = {"condition": "text", "network": {"family": "pixart"}, "data": {"text_length": 32}}
     train = {"precision": precision, "parallel": parallel, "log_every": 1}
-    train_run(partitioned(folder, {**text, "train": train}), "expert", 0)
+    train_run(partitioned(folder, {**TEXT, "train": train}), "expert", 0)
     return [line["loss"] for line in metrics(folder / "islands/0") if "loss" in line]
 
 
@@ -63,3 +66,11 @@ def test_a_compiled_run_in_bf16(tmp_path: Path) -> None:
     """The compiler follows attention too."""
     compiled, eager = (losses(tmp_path / str(way), "bf16", compile=way) for way in (True, False))
     assert compiled == pytest.approx(eager, rel=0.01)
+
+
+def test_a_guided_teacher_in_bf16(tmp_path: Path) -> None:
+    student = {"teacher": "routed", "guidance": 2.0, "stock": False}
+    folder = assembled(tmp_path / "c", {**TEXT, "train": {"precision": "bf16"}, "student": student})
+    train_run(Campaign.open(folder), "student")
+    last = [line["teacher_loss"] for line in metrics(folder / "student") if "teacher_loss" in line][-1]
+    assert 0 < last < 10
