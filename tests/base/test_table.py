@@ -57,7 +57,9 @@ def test_typed_tables_come_back_and_empty_ones_keep_their_columns() -> None:
 @pytest.mark.parametrize(
     ("table", "wrong"),
     [
-        ({"columns": ["model"], "rows": [["a", 1]]}, "not as many values"),
+        ({"columns": ["model"], "rows": [["a", 1]]}, "as many values"),
+        ({"columns": None, "rows": [[1]]}, "as many values"),
+        ({"columns": [["a"]], "rows": [1]}, "as many values"),
         ({"columns": ["model", "loss"], "rows": [["a", "much"]]}, "number"),
         ({"columns": ["model", "gain"], "rows": [["a", 1]]}, "gain"),
         ({"columns": ["loss"], "rows": [[1]]}, "model"),

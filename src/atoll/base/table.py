@@ -133,12 +133,11 @@ class Tables(Config):
         unpacked = dict(tree)
         for name, table in tree.items():
             if isinstance(table, Mapping):
-                if table.keys() != {"columns", "rows"}:
-                    raise ValueError(f"the table {name} is no columns and rows")
-                # Rows of another length would silently lose values where they are zipped.
-                if any(len(row) != len(table["columns"]) for row in table["rows"]):
-                    raise ValueError(f"a row of the table {name} has not as many values as it has columns")
-                unpacked[name] = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+                try:  # rows of another length would silently lose values
+                    columns, rows = table["columns"], table["rows"]
+                    unpacked[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+                except (KeyError, TypeError, ValueError):
+                    raise ValueError(f"the table {name} is not columns and rows of as many values") from None
         return unpacked
 
     @model_serializer
