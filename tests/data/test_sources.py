@@ -418,9 +418,10 @@ def test_the_order_and_names_of_sources_count_and_their_weights_do_not(two: dict
         open_sources({"a-b": two["web"]}, CONFIG)
     with pytest.raises(ConfigError, match="names no source"):
         open_sources({}, CONFIG)
+    data = {"path": "d", "source": {name: source.model_dump() for name, source in two.items()}}
     with pytest.raises(ConfigError, match=r"weights differ.*data\.weighted=true"):
-        CampaignConfig.parse({"data": {"path": "d", "source": two}}, "x")
-    CampaignConfig.parse({"data": {"path": "d", "source": two, "weighted": True}}, "x")
+        CampaignConfig.parse({"data": data}, "x")
+    CampaignConfig.parse({"data": {**data, "weighted": True}}, "x")
 
 
 def captioned(way: str, folder: Path) -> str:

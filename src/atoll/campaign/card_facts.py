@@ -74,9 +74,13 @@ def prompts(campaign: Campaign, count: int) -> list[str]:
         return shown[:count]
     if not campaign.has_dataset():
         return []
+    import numpy as np
+
+    from atoll.data.columns import some_rows
+
     dataset = campaign.dataset()
-    rows = dataset.split("heldout") if "split" in dataset.column_names() else range(len(dataset))
-    captions = dataset.table(["caption"]).column("caption").to_pylist()
-    texts = (captions[int(row)] for row in (rows if len(rows) else range(len(dataset))))
-    distinct = list(dict.fromkeys(text for text in texts if text))
+    rows = dataset.split("heldout") if "split" in dataset.column_names() else np.arange(0)
+    # A hundred tell enough: the captions of a large data set are gigabytes.
+    some = some_rows(rows if len(rows) else np.arange(len(dataset)), 100)
+    distinct = list(dict.fromkeys(filter(None, dataset.take(some).column("caption").to_pylist())))
     return distinct[:: max(1, len(distinct) // max(1, count))][:count]  # from the whole of the list
