@@ -162,20 +162,20 @@ class TextEncoder:
             blocks = [head, *(pad(block, (0, self.width - block.shape[-1])) for block in blocks)]
             return torch.cat(blocks, dim=1).float().to(tokens.device)
 
-        def read(ids: Tensor, real: Tensor) -> Tensor:
+        def states_of(ids: Tensor, real: Tensor) -> Tensor:
             with encoding_precision(self.device):  # as where states are stored, whatever training computes in
                 encoded = self.towers[0].network(input_ids=ids.long(), attention_mask=real.long())
             # A row without any token may come out as NaN.
             return cast(Tensor, encoded.last_hidden_state.float().masked_fill(~real[..., None], 0))
 
         if self.device.type != "cpu":  # a GPU promises no bits: all are encoded together
-            return read(tokens.to(self.device), mask.to(self.device)).to(tokens.device)
+            return states_of(tokens.to(self.device), mask.to(self.device)).to(tokens.device)
         # On a CPU captions of one length are encoded together, and none is padded before: kernels of another
         # length would move the last bits of a caption's states.
         lengths, states = mask.sum(1), torch.zeros(*mask.shape, self.width)
         for length in sorted({*lengths.tolist()} - {0}):
             rows = (lengths == length).nonzero()[:, 0]
-            states[rows, :length] = read(tokens[rows, :length], mask[rows, :length])
+            states[rows, :length] = states_of(tokens[rows, :length], mask[rows, :length])
         return states
 
     def too_long(self, captions: Sequence[str]) -> dict[str, list[int]]:
