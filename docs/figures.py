@@ -33,6 +33,11 @@ SIDES = (
     ("isolated experts", ISLANDS, "o", -18, SHORT.split(":")[0], LONG.split(":")[0]),
 )
 """Label, colour, mark, the label's height over the last point, and what was trained."""
+WIDER = (
+    "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images",
+    "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images",
+)
+"""Single networks of two and three times the width, of one seed."""
 RATIOS = (
     (0.2, "icons", "left", "icons.json", "cut by features", "distance of top-1 / single"),
     (
@@ -67,9 +72,15 @@ def distances(axes: Any) -> None:
         axes.plot(spent, middle, mark + "-", color=colour, lw=1.4, ms=7)
         place = {"xytext": (-7, height), "textcoords": "offset points", "ha": "right", "color": colour}
         axes.annotate(label, (spent[-1], middle[-1]), **place)
+    wide = [known["points"][name]["monolith"]["3"] for name in WIDER]
+    spent, values = [each["flops"] for each in wide], [each["test"][JUDGE] for each in wide]
+    axes.plot(spent, values, "s", color=SINGLE, mfc="white", ms=6)
+    for width, at, value in zip((2, 3), spent, values, strict=True):
+        place = {"xytext": (8, -3), "textcoords": "offset points", "color": SINGLE}
+        axes.annotate(f"{width} x the width", (at, value), fontsize=8, **place)
     axes.axhline(known["floor"][JUDGE], color=QUIET, lw=1.2, ls=":")
     axes.text(5.6e14, known["floor"][JUDGE] + 9, "real training images", ha="right", color=QUIET)
-    axes.set(xscale="log", xlim=(8e13, 6.6e14), ylim=(0, 640))
+    axes.set(xscale="log", xlim=(8e13, 9.5e14), ylim=(0, 640))
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("Fréchet distance (emoji)")
     axes.set_xticks([1e14, 2e14, 5e14], ["1e14", "2e14", "5e14"])
@@ -78,7 +89,7 @@ def distances(axes: Any) -> None:
 def ratios(axes: Any) -> None:
     """Over epochs."""
     axes.axhline(1, color=SINGLE, lw=1.2, ls="--")
-    axes.text(2_400, 1.04, "one network, same FLOPs", ha="right", color=SINGLE)
+    axes.text(2_400, 1.04, "one network, same width", ha="right", color=SINGLE)
     small = json.loads((RESULTS / "isolation.json").read_text())["facts"].values()
     axes.plot([each["epochs"] for each in small], [each["ratio"] for each in small], "o", color=QUIET, ms=4)
     axes.text(8, 1.62, f"{len(small)} small campaigns", color=QUIET)
