@@ -134,9 +134,10 @@ class Tables(Config):
         for name, table in tree.items():
             if isinstance(table, Mapping):
                 try:  # rows of another length would silently lose values
-                    columns, rows = table["columns"], table["rows"]
-                    unpacked[name] = [dict(zip(columns, row, strict=True)) for row in rows]
-                except (KeyError, TypeError, ValueError):
+                    if table.keys() != {"columns", "rows"}:
+                        raise TypeError
+                    unpacked[name] = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+                except (TypeError, ValueError):
                     raise ValueError(f"the table {name} is not columns and rows of as many values") from None
         return unpacked
 

@@ -74,8 +74,7 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
     moved = round(float(np.abs(now - before).sum()) / 2, 4)
     rows.append(["all", len(clusters), None, None])
     heads = ["cluster", "new rows", "share of training rows", "share of new rows"]
-    about = "Rows that came later, by the clusters of the campaign"
-    about += f": {moved:.1%} of them are where others were."
+    about = f"Rows that came later, by the campaign's clusters: {moved:.1%} of them are where others were."
     own_features, far_share = features_of(campaign, own_data), 0.0
     if own_features is not None and features is not None:
         heads += ["distance of training rows", "of new rows", "farther than 99 %"]
