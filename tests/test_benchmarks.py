@@ -143,7 +143,7 @@ def test_the_experiment_measures_a_part_without_replacing_the_headline(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench("harness"), "RESULTS", tmp_path)
-    argv = ["experiment.py", "measure", "--to", str(tmp_path), "--only", "bf16, 128 channels"]
+    argv = ["experiment.py", "measure", "--to", str(tmp_path), "--only", "232,791 images"]
     monkeypatch.setattr(sys, "argv", argv)
     bench("experiment").main()
     said = capsys.readouterr().out
