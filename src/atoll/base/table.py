@@ -78,6 +78,12 @@ class Table:
         """A table of typed rows."""
         return cls(name, title, columns_of(record), list(rows))
 
+    @classmethod
+    def plain(cls, heads: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> Self:
+        """A table of rows of cells, as many as there are heads."""
+        columns = tuple(Column(head, digits=digits) for head in heads)
+        return cls("", "", columns, [dict(zip(heads, row, strict=True)) for row in rows])
+
     @cached_property
     def names(self) -> list[str]:
         """Of the columns."""

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from atoll.base.console import say
 from atoll.base.errors import DataError, PartitionError
 from atoll.base.safe_parse import read_text
-from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
 from atoll.base.text import shorten
 from atoll.campaign.folder import Campaign
@@ -90,13 +89,12 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
         rows[-1] += _means(old_distances, distances, far)
         far_share = round(float(far.mean()), 4)
         about += " The last column would be 0.01 for rows like the training rows."
-    table = ReportTable(title="New rows", text=about, columns=heads, rows=rows)
-    key = table.write(campaign.store, "new-rows")
+    report = ReportTable(title="New rows", text=about, columns=heads, rows=rows)
+    key = report.write(campaign.store, "new-rows")
 
     say(f"column {COLUMN!r} of {dataset.store.location}: {len(dataset):,} rows by {partition.hash[:12]}")
     largest = sorted(rows[:-1], key=lambda cells: -float(cells[1] or 0))[:SHOWN]
-    shown = [dict(zip(heads, row, strict=True)) for row in (*largest, rows[-1])]
-    for line in text(Table("", "", tuple(TableColumn(head, digits=3) for head in heads), shown)):
+    for line in text(Table.plain(heads, [*largest, rows[-1]], digits=3)):
         say(f"  {line}")
     say(f"all {partition.k} clusters: {campaign.store.name(key)}, and in the report (atoll report)")
     if far_share > MANY:

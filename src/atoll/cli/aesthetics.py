@@ -115,8 +115,7 @@ def evaluate(
     from atoll.curate.aesthetics.stages import evaluate_stage
 
     loaded, file = Scorer.load(scorer, device)
-    rated = read_labels(labels, file.scale, bounds, _rows(campaign))
-    evaluate_stage(loaded, rated, file.training, out)
+    evaluate_stage(loaded, read_labels(labels, file.scale, bounds, _rows(campaign)), file.training, out)
 
 
 def _rows(campaign: str | None) -> Any:

@@ -19,7 +19,6 @@ from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
 from atoll.base.part import Part
 from atoll.base.safe_parse import read_text
-from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, column, text
 from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
@@ -98,8 +97,7 @@ class ConceptCounts(File):
 
     def table(self, name: str = "text") -> I64:
         """Counts `(C, K)` of `text`, `image` or `both`."""
-        table = getattr(self, name)
-        return np.array(table, dtype=np.int64).reshape(len(self.concepts), len(self.rows))
+        return np.array(getattr(self, name), dtype=np.int64).reshape(len(self.concepts), len(self.rows))
 
 
 def count(
@@ -115,7 +113,7 @@ def count(
         if likely is not None:
             mask = mask & (likely.read_ragged(chunk)[0] >= threshold)
         row = np.repeat(np.arange(len(chunk)), mask.sum(1).numpy())
-        numbers: I64 = row * width + values[mask].numpy().astype(np.int64)
+        numbers: I64 = row * width + values[mask].numpy()
         return numbers
 
     tables = np.zeros((3, width * k), dtype=np.int64)  # text, image, both
@@ -205,17 +203,15 @@ def evenness(table: I64, rows: I64) -> F64:
     return even
 
 
-COUNTS = ConceptCounts.PLACE
-TABLE = COUNTS.replace(".json", ".csv")
+TABLE = ConceptCounts.PLACE.replace(".json", ".csv")
 
 
 def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match) -> Vocabulary:
     """Fix the campaign's vocabulary and find its concepts in every caption."""
     dataset = campaign.dataset()
     if path is None:
-        captions = dataset.table(["caption"])["caption"].to_pylist()
-        train = [captions[row] for row in dataset.split("train")]
-        vocabulary = Vocabulary.of_captions(train, least, match)
+        captions = dataset.table(["caption"])["caption"].take(dataset.split("train")).to_pylist()
+        vocabulary = Vocabulary.of_captions(captions, least, match)
     else:
         vocabulary = Vocabulary.of_lines(read_text(path).splitlines(), path.name, match)
     column = concepts.index(dataset, vocabulary)
@@ -234,10 +230,7 @@ def vocabulary_of(campaign: Campaign) -> Vocabulary:
 
 
 def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None:
-    """Find concepts in pictures by `labels`, `linear`, `clip:NAME`, or a parquet or CSV file of tags.
-
-    With `part` only that part of the shards is written.
-    """
+    """Find concepts in pictures, or a part of them, by `labels`, `linear`, `clip:NAME` or a table of tags."""
     dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
     if tagger == "labels":
         producer, hits = concepts.of_labels(dataset, vocabulary)
@@ -251,17 +244,15 @@ def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None
     else:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
-    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, part)) is None:
-        return
-    say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
+    if (column := concepts.write_hits(dataset, vocabulary, producer, hits, part)) is not None:
+        say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
 
 
 def audit_stage(campaign: Campaign, threshold: float) -> None:
     """Count the concepts of the training rows for every expert, and write the table."""
     dataset, partition = campaign.clustered()
     rows = dataset.split("train")
-    clusters = partition.clusters[rows]
-    counts = count(dataset, vocabulary_of(campaign), rows, clusters, partition.k, threshold)
+    counts = count(dataset, vocabulary_of(campaign), rows, partition.clusters[rows], partition.k, threshold)
     if counts.image is None:
         say("pictures are not tagged with these concepts (atoll concepts tag): captions alone are counted")
     _write(campaign.store, counts)
@@ -290,10 +281,9 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     for number in np.argsort(deciding.sum(1), kind="stable"):
         own = deciding[number].tolist()
         totals = (int(table[number].sum()) for table in tables.values())
-        cells = (counts.concepts[number], *totals, f"{even[number]:.4f}", max(own), *own)
-        lines.append(dict(zip(heads, cells, strict=True)))
-    store.put(TABLE, Table("counts", "", tuple(map(TableColumn, heads)), lines).to_csv())
-    store.put_json(COUNTS, counts.to_json())
+        lines.append((counts.concepts[number], *totals, f"{even[number]:.4f}", max(own), *own))
+    store.put(TABLE, Table.plain(heads, lines).to_csv())
+    store.put_json(ConceptCounts.PLACE, counts.to_json())
 
     # Of every expert: rows, the share of the concepts that it ever sees, and those that tell its rows from
     # the others', by the z score of their share.
@@ -306,8 +296,7 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     report.write(store, CONCEPTS)
     spreads = [spread(name, table, rows) for name, table in tables.items()]
     say("\n".join(text(Table.of(Spread, spreads, title=f"{len(counts.concepts):,} concepts"))))
-    shown = [dict(zip(columns, row, strict=True)) for row in experts]
-    say("\n".join(text(Table("", "", tuple(map(TableColumn, columns)), shown))))
+    say("\n".join(text(Table.plain(columns, experts))))
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
         what = f"misaligned: {misaligned:,} of {comparable:,} rows with concepts in caption and picture have"

@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from functools import cached_property, lru_cache
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 from pyarrow import csv
 from torch import Tensor
 
@@ -205,7 +205,7 @@ def index(dataset: DataSet, vocabulary: Vocabulary) -> Column:
     """Write (or find) the column of the concepts in every caption: their numbers, int32, ragged."""
     finder = Finder(vocabulary)
 
-    def compute(shard: int) -> dict[str, torch.Tensor]:
+    def compute(shard: int) -> dict[str, Tensor]:
         return ragged(map(finder, dataset.shard_table(shard, ["caption"]).column("caption").to_pylist()))
 
     producer = {"vocabulary": vocabulary.hash, "concepts": len(vocabulary)}
@@ -214,10 +214,10 @@ def index(dataset: DataSet, vocabulary: Vocabulary) -> Column:
     return dataset.write_column(TEXT, producer, compute, kind="ragged")
 
 
-def ragged(rows: Iterable[list[int]]) -> dict[str, torch.Tensor]:
+def ragged(rows: Iterable[Collection[float]], dtype: DTypeLike = np.int32) -> dict[str, Tensor]:
     """A shard of a ragged column of numbers."""
     lists = list(rows)
-    values = np.fromiter((number for numbers in lists for number in numbers), dtype=np.int32)
+    values = np.fromiter(chain.from_iterable(lists), dtype)
     lengths = torch.tensor(list(map(len, lists)), dtype=torch.int32)
     return {"values": torch.from_numpy(values), "lengths": lengths}
 
@@ -247,12 +247,10 @@ def write_hits(
         return [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
 
     def probabilities(shard: int) -> dict[str, Tensor]:
-        rows = kept(shard)
-        flat = torch.tensor([p for row in rows for p in row.values()], dtype=torch.float32)
-        return {"values": flat, "lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32)}
+        return ragged((row.values() for row in kept(shard)), np.float32)
 
     def concepts(shard: int) -> dict[str, Tensor]:
-        return ragged(list(row) for row in kept(shard))
+        return ragged(kept(shard))
 
     jobs = [
         ColumnJob(dataset, name, producer, compute, None, "ragged")
@@ -313,9 +311,8 @@ def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
         if path.suffix.lower() == ".csv":
             # Names of digits, such as 000000012, are names.
             names = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
-            table = csv.read_csv(
-                pa.BufferReader(data), convert_options=csv.ConvertOptions(column_types=names)
-            )
+            options = csv.ConvertOptions(column_types=names)
+            table = csv.read_csv(pa.BufferReader(data), convert_options=options)
         elif path.suffix.lower() in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
             rows = [read_json(line) for line in data.splitlines() if line.strip()]
@@ -366,10 +363,7 @@ def of_labels(dataset: DataSet, vocabulary: Vocabulary) -> tuple[Tagger, Hits]:
 def linear(
     dataset: DataSet, vocabulary: Vocabulary, features: str, epochs: int = 20, least: int = 5
 ) -> tuple[Tagger, Hits]:
-    """A linear tagger on a column of features, fitted to the captions' hits of the training rows.
-
-    A concept of fewer than `least` rows is never seen.
-    """
+    """A linear tagger on features, fitted to captions of training rows, for concepts in `least` of them."""
     column, text = dataset.column(features), dataset.column(TEXT)
 
     def unit(rows: ArrayLike) -> Tensor:
@@ -382,9 +376,7 @@ def linear(
         raise DataError("the captions are indexed by another vocabulary", "run 'atoll concepts index' again")
     torch.manual_seed(0)  # the tagger is named by its settings, so they must decide its tags
     train = dataset.split("train")
-    count = torch.zeros(len(vocabulary))
-    values, mask = text.read_ragged(train)
-    count.index_add_(0, values[mask].long(), torch.ones(int(mask.sum())))
+    count = torch.bincount(text.read_ragged(train, packed=True)[0], minlength=len(vocabulary))
     seen = torch.where(count >= least)[0]
     if not len(seen):
         raise DataError(f"no concept is in {least} captions", "use a tagger that was trained elsewhere")
@@ -412,9 +404,7 @@ def linear(
     @torch.inference_mode()
     def hits(shard: int) -> list[dict[int, float]]:
         likely = network(unit(np.arange(bounds[shard], bounds[shard + 1]))).sigmoid()
-        return [
-            {int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0].tolist()} for row in likely
-        ]
+        return [{int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
 
     settings = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
     settings |= {"hits": text.meta.producer, "train": sha256(train.tobytes())}
@@ -437,9 +427,8 @@ def clip(dataset: DataSet, vocabulary: Vocabulary, name: str) -> tuple[Tagger, H
     scale = float(network.logit_scale.exp())
 
     def hits(shard: int) -> list[dict[int, float]]:
-        small = list(dataset.iter_images(shard, encoder.sized))
-        pictures = torch.nn.functional.normalize(encoder.encode(small), dim=1)
-        cosines = pictures @ texts.T
+        pictures = encoder.encode(list(dataset.iter_images(shard, encoder.sized)))
+        cosines = torch.nn.functional.normalize(pictures, dim=1) @ texts.T
         likely = (scale * (cosines[:, 1:] - cosines[:, :1])).sigmoid()
         return [{int(n): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
 

@@ -6,6 +6,7 @@ picture in a feature space that trained nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from atoll.base.console import Progress, say
 from atoll.base.device import own_device
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.format import File
-from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
 from atoll.base.text import many
 from atoll.campaign.folder import Campaign
@@ -26,7 +26,7 @@ from atoll.campaign.report_table import ReportTable
 from atoll.campaign.sample import campaign_model
 from atoll.curate.aesthetics.scorer import HEADS, Scorer
 from atoll.curate.aesthetics.stages import MEAN
-from atoll.curate.audit import COUNTS, ConceptCounts, caption_hits, vocabulary_of
+from atoll.curate.audit import ConceptCounts, caption_hits, vocabulary_of
 from atoll.data.dataset import DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
 
@@ -69,16 +69,15 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
         raise DataError(what, f"lower --least, or {f'--n to {most}' if most > 1 else more}")
     rare, free = rising[:n], rising[-max(2 * n, len(rising) // 10) :]
     pairs = []
+
+    # Alike in words, then in the expert that has most of it, then in length: what is left is frequency.
+    def unlike(number: int, other: int) -> tuple[bool, bool, int]:
+        name, words = counts.concepts[number], counts.concepts[other]
+        length = abs(len(words) - len(name))
+        return len(words.split()) != len(name.split()), bool(home[other] != home[number]), length
+
     for number in rare:
-        name = counts.concepts[number]
-
-        # Alike in words, then in the expert that has most of it, then in length: what is left is frequency.
-        def unlike(other: int, name: str = name, number: int = number) -> tuple[bool, bool, int]:
-            words = counts.concepts[other]
-            length = abs(len(words) - len(name))
-            return len(words.split()) != len(name.split()), bool(home[other] != home[number]), length
-
-        best = min(free, key=unlike)
+        best = min(free, key=partial(unlike, number))
         free.remove(best)
         pairs.append((number, best))
     prompts = TailPrompts(vocabulary=counts.vocabulary, templates=tuple(templates), pairs=tuple(pairs))
@@ -93,9 +92,9 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
 
 def counts_of(campaign: Campaign) -> ConceptCounts:
     """The campaign's counts; `DataError` before they are there."""
-    if not campaign.store.exists(COUNTS):
+    if not campaign.store.exists(ConceptCounts.PLACE):
         raise DataError(f"{campaign.store.location} has no counts", "run 'atoll concepts audit' first")
-    return ConceptCounts.read(campaign.store, COUNTS)
+    return ConceptCounts.read(campaign.store, ConceptCounts.PLACE)
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,11 @@ class RealPictures:
         near = torch.nn.functional.normalize(features, dim=1) @ self.features.T
         if left_out is not None:
             near[torch.arange(len(near)), left_out] = FARTHEST
-        best = torch.full((len(near), self.holds.shape[1]), FARTHEST)
-        for concept in range(self.holds.shape[1]):
-            best[:, concept] = near[:, self.holds[:, concept]].amax(1)
+        best = torch.stack([near[:, having].amax(1) for having in self.holds.T], dim=1)
         # Rivals are the concepts of the same kind only: rare ones look less alike, and would win for that.
         best = best.masked_fill(own[:, None] % 2 != torch.arange(best.shape[1]) % 2, FARTHEST)
         right = best.gather(1, own[:, None])
-        others = best.shape[1] // 2 - 1
-        farther = ((best < right) & (best > FARTHEST)).sum(1) / max(1, others)
+        farther = ((best < right) & (best > FARTHEST)).sum(1) / max(1, best.shape[1] // 2 - 1)
         return (best.amax(1) <= right[:, 0]).double().numpy(), farther.double().numpy()
 
 
@@ -133,22 +129,18 @@ def real_pictures(
     dataset: DataSet, hits: Any, pairs: Sequence[tuple[int, int]], encoder: VisionEncoder, most: int
 ) -> RealPictures:
     """Real pictures of both concepts of each pair: of each as many, and at most `most`."""
-    rows_of: dict[int, list[int]] = {number: [] for pair in pairs for number in pair}
-    values, mask = hits.read_ragged(np.arange(len(dataset), dtype=np.int64))
-    rows, numbers = np.repeat(np.arange(len(dataset)), mask.sum(1).numpy()), values[mask].numpy()
-    wanted = np.isin(numbers, list(rows_of))
-    for row, number in zip(rows[wanted].tolist(), numbers[wanted].tolist(), strict=True):
-        rows_of[number].append(row)
+    values, mask = hits.read_ragged(np.arange(len(dataset)), packed=True)
+    rows = np.repeat(np.arange(len(dataset)), mask.sum(1).numpy())
+    rows_of = {number: rows[values.numpy() == number] for pair in pairs for number in pair}
     chosen: set[int] = set()
     for pair in pairs:
         # As many of both, since more pictures of the common one would win by their number.
         count = min(most, *(len(rows_of[number]) for number in pair))
         for number in pair:
             spaced = np.linspace(0, len(rows_of[number]) - 1, count).round().astype(int)
-            chosen |= {rows_of[number][index] for index in spaced}
+            chosen |= {*rows_of[number][spaced].tolist()}
     features = encoder.encode([dataset.image(row) for row in sorted(chosen)])
-    having = [set(rows) for rows in rows_of.values()]
-    holds = torch.tensor([[row in rows for rows in having] for row in sorted(chosen)])
+    holds = torch.from_numpy(np.stack([np.isin(sorted(chosen), own) for own in rows_of.values()], axis=1))
     return RealPictures(torch.nn.functional.normalize(features, dim=1), holds)
 
 
@@ -251,8 +243,7 @@ def evaluate_stage(
         of = {kind: [row for row in rows if (row.model, row.kind) == (name, kind)] for kind in KINDS}
         cells = ([v for row in of[kind] if (v := getattr(row, value)) is not None] for value, kind in columns)
         lines.append([name, *(_mean(np.array(values)) if values else None for values in cells)])
-    shown = [dict(zip(heads, line, strict=True)) for line in lines]
-    say("\n".join(text(Table("", "", tuple(map(TableColumn, heads)), shown))))
+    say("\n".join(text(Table.plain(heads, lines))))
     about = (
         "Prompts of rare concepts and of common ones like them. Hit: the nearest real picture, by"
         f" {space[0]}, has the concept; rank: the share of other concepts of the kind whose"

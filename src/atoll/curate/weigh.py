@@ -81,8 +81,7 @@ def parse(text: str) -> Condition:
 
 
 def _listed(dataset: DataSet, name: str, values: tuple[str, ...]) -> B1:
-    schema = dataset.shard_table(0).schema
-    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    texts = [field.name for field in dataset.shard_table(0).schema if pa.types.is_string(field.type)]
     if name not in texts:
         raise ConfigError(f"rows have no {name!r}", f"they have {', '.join(texts)}")
     column = dataset.table([name])[name]
@@ -211,8 +210,8 @@ def rebalance_stage(
     homes = clusters if per_expert else np.zeros_like(clusters)
     counts = np.zeros((partition.k if partition and per_expert else 1, len(vocabulary)), dtype=np.int64)
     for rows in chunks(train):
-        values, mask = hits.read_ragged(rows)
-        np.add.at(counts, (np.repeat(homes[rows], mask.sum(1).numpy()), values[mask].numpy()), 1)
+        values, mask = hits.read_ragged(rows, packed=True)
+        np.add.at(counts, (np.repeat(homes[rows], mask.sum(1).numpy()), values.numpy()), 1)
 
     def weights_at(t: float) -> F32:
         chances, weights = t / np.maximum(counts, t), np.empty(len(hits), dtype=np.float32)
@@ -251,8 +250,7 @@ def rebalance_stage(
     if dry_run:
         return None
     # Held-out rows are not drawn; a weight of 0 would take them out of what measures.
-    held = dataset.sides != 0
-    weights = np.where(held & (weights == 0), np.float32(1), weights)
+    weights[(dataset.sides != 0) & (weights == 0)] = 1
     producer = {"name": "rebalance", "t": t, "per_expert": per_expert, "other": other}
     producer |= {"vocabulary": vocabulary.hash, "values": sha256(weights.tobytes())}
     write_weights(dataset, producer, weights)
