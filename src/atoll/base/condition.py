@@ -81,8 +81,7 @@ class Condition:
     def where(self, keep: Tensor, other: "Condition") -> "Condition":
         """Rows where `keep (B,)` is true from self, the rest from `other` (one row or B); text is padded."""
         mine, null = pad_text([self, other])
-        batch = keep.shape[0]
-        null = null.expand(batch) if null.rows == 1 else null
+        null = null.expand(keep.shape[0]) if null.rows == 1 else null
         theirs = null.parts()
         both = {name: part for name, part in mine.parts().items() if name in theirs}
         rows = {name: keep.view(-1, *[1] * (part.ndim - 1)) for name, part in both.items()}

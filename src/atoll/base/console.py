@@ -23,8 +23,7 @@ def say(message: str) -> None:
 class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # With its newline in one write: print makes two, and another process's line would come between them.
-        text = "".join(f"{printable(line)}\n" for line in record.getMessage().split("\n"))
-        print(text, end="", flush=True)
+        print("".join(f"{printable(line)}\n" for line in record.getMessage().split("\n")), end="", flush=True)
 
 
 def show_messages() -> None:

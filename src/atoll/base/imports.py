@@ -58,13 +58,12 @@ def disable(function: Callable[..., Any] | None, recursive: bool = True, **_: An
     return function if own else _disable_dynamo(function, recursive)
 
 
-MARKS: dict[str, Any] = {
-    "allow_in_graph": lambda kind: kind,  # diffusers can do without
-    "assume_constant_result": assume_constant_result,
-    "disable": disable,
-}
 SKIPPED: dict[str, dict[str, Any]] = {
-    "torch._dynamo": MARKS,  # 1.6 s: the compiler
+    "torch._dynamo": {  # 1.6 s: the compiler
+        "allow_in_graph": lambda kind: kind,  # diffusers can do without
+        "assume_constant_result": assume_constant_result,
+        "disable": disable,
+    },
     "diffusers.models.transformers": {},  # 1 s: every network that diffusers has
     # 1.4 s: transformers and accelerate
     "diffusers.quantizers": dict.fromkeys(["DiffusersAutoQuantizer", "DiffusersQuantizer"]),

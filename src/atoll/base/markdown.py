@@ -27,8 +27,7 @@ def escape(value: Any) -> str:
     """A value as one line of text that Markdown, HTML and tables show as it is."""
     if isinstance(value, Markdown):
         return value
-    line = " ".join(str(value).split())
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # At the start of a line these would begin a heading or a list.
     return re.sub(r"^([#+-])", r"\\\1", _SPECIAL.sub(r"\\\1", line))
 

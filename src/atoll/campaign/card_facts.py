@@ -69,8 +69,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
 
 def prompts(campaign: Campaign, count: int) -> list[str]:
     """Texts to show the model with: those of the comparison, else distinct captions of held-out rows."""
-    compared = campaign.store.exists(COMPARISON)
-    if compared and (shown := Comparison.read(campaign.store, COMPARISON).prompts):
+    if campaign.store.exists(COMPARISON) and (shown := Comparison.read(campaign.store, COMPARISON).prompts):
         return shown[:count]
     if not campaign.has_dataset():
         return []

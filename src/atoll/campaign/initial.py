@@ -225,14 +225,12 @@ class Checkpoints:
                     changed = family(settings.family).build(settings, shape)
                 check_whole(changed, compare(changed, tensors), repr(settings.init))
             named = {"name": checkpoint.name, "class": checkpoint.class_name}
-            origin = {**named, "weights_sha256": digest_tensors(tensors)}
-            self._read[settings.init] = origin, tensors
+            self._read[settings.init] = {**named, "weights_sha256": digest_tensors(tensors)}, tensors
 
     def publish(self, run: Run, network: nn.Module, partition: str, shape: DataShape) -> str:
         """Publish what fits of `network.init`, or `origin`, as a run's `init/`; the digest of the weights."""
         config, folder = self.campaign.config, self.campaign.store.sub(run.folder)
-        settings = config.denoiser(*run)[0]
-        name = settings.init
+        name = config.denoiser(*run)[0].init
         if config.origin:
             self._read.clear()  # each is read once: K experts may be more than the memory
             name = resolve(self.beside, config.origin)

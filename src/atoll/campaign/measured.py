@@ -127,9 +127,7 @@ class Report(File):
         folder = self.PLACE.removesuffix(".json")
         tables = {f"{folder}/{name}.csv": table for name, table in self.csv_tables().items()}
         # A table that was not measured this time would be taken for one of this file.
-        for key in store.list(folder):
-            if key.endswith(".csv") and key not in tables:
-                store.delete(key)
+        store.delete(*(key for key in store.list(folder) if key.endswith(".csv") and key not in tables))
         for key, table in tables.items():
             store.put(key, table.to_csv())
         store.put_json(self.PLACE, self.to_json())

@@ -181,7 +181,6 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, US dollars."""
-        extras = {cost.run.name: cost.to_json() for cost in self.beside if cost.run.role != BASELINE}
         return {
             "gpu": {"name": self.gpu_name, **self.gpu.model_dump()},
             "gpus_per_island": self.gpus,
@@ -189,7 +188,7 @@ class Plan:
             BASELINE: self.monolith.to_json(),
             f"trains_{BASELINE}": Run(BASELINE) in self.trained,
             **dict.fromkeys(name for name, role in RUNS.items() if role.counted == "extra"),
-            **extras,
+            **{cost.run.name: cost.to_json() for cost in self.beside if cost.run.role != BASELINE},
             "total": {**_total(self.own), "wall_seconds": self.wall_seconds},
             "drawing": self.drawing,
             "bytes": asdict(self.transfer),

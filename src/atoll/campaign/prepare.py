@@ -92,8 +92,7 @@ def caption_stage(campaign: Campaign, part: Part | None = None) -> None:
 def embed_stage(campaign: Campaign, part: Part | None = None) -> None:
     """Add the features column, or write one part of it."""
     dataset, config = campaign.dataset(), campaign.config.partition
-    encoder = vision_encoder(config.encoder, config.encoder_size, str(own_device()))
-    job = features_job(dataset, encoder)
+    job = features_job(dataset, vision_encoder(config.encoder, config.encoder_size, str(own_device())))
     if part is not None:
         return job.write_part(part)
     say(f"{job.name}: {len(dataset):,} rows of {job.run().shape[0]}")
@@ -132,8 +131,7 @@ def dedupe_stage(campaign: Campaign) -> Duplicates:
         pairs = [(row, int(duplicates.kept_row[row])) for row in shown]
         pictures = [dataset.image(row) for pair in pairs for row in pair]
         labels = [text for row in shown for text in (dataset.ids[row], f"{duplicates.distances[row]:.2f}")]
-        scale = max(1, 64 // pictures[0].width)
-        store.put(PAIRS, png(grid(pictures, 12, 4, labels=labels, scale=scale)))
+        store.put(PAIRS, png(grid(pictures, 12, 4, labels=labels, scale=max(1, 64 // pictures[0].width))))
         say(f"the pairs nearest to the bounds: {store.name(PAIRS)}")
     return duplicates
 

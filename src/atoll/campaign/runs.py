@@ -225,8 +225,7 @@ def training_columns(config: CampaignConfig) -> dict[str, dict[str, Any]]:
     """Those of them that are read in training."""
     wanted: dict[str, dict[str, Any]] = {"latents": {"name": config.data.vae}}
     if config.condition == "text":
-        by = {"name": config.data.text_encoder, "asked": config.data.text_length}
-        wanted[config.data.text_column] = by
+        wanted[config.data.text_column] = {"name": config.data.text_encoder, "asked": config.data.text_length}
     return wanted
 
 

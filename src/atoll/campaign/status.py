@@ -353,8 +353,7 @@ def lines(status: CampaignStatus) -> list[str]:
     unsigned = signed.pop(UNSIGNED, [])
     text += [f"Signed by {key}: {', '.join(names)}." for key, names in signed.items()]
     if unsigned:
-        none = "Nothing that is published is signed."
-        text.append(f"Unsigned: {', '.join(unsigned)}." if signed else none)
+        text.append(f"Unsigned: {', '.join(unsigned)}." if signed else "Nothing that is published is signed.")
     if status.clock == "local":
         text.append("Ages are by this machine's clock: the store is read-only and cannot tell its own.")
 

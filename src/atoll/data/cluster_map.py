@@ -99,8 +99,7 @@ def _mean_square(differences: Features) -> float:
 def telling(table: I64, rows: I64, most: int = 5, least: int = 5) -> list[list[int]]:
     """Of every cluster the concepts that tell it from the others: by the z score of their share in it."""
     prior = rows / max(1, rows.sum())
-    totals = table.sum(1, keepdims=True)
-    expected = totals * prior
+    expected = table.sum(1, keepdims=True) * prior
     scores = (table - expected) / np.sqrt(np.maximum(expected * (1 - prior), 1e-9))
     scores[(table < least) | (table <= expected)] = -np.inf
     best = np.argsort(-scores, axis=0, kind="stable")[:most]

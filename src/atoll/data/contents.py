@@ -269,8 +269,7 @@ def audit(dataset: DataSet) -> list[str]:
             if "split" in (column.meta.name for column in columns):
                 groups = dataset.shard_table(number, ["group"]).column("group").to_pylist()
                 places = np.arange(dataset.bounds[number], dataset.bounds[number + 1])
-                sides = dataset.column("split").read(places).tolist()
-                for group, side in zip(groups, sides, strict=True):
+                for group, side in zip(groups, dataset.column("split").read(places).tolist(), strict=True):
                     if side not in range(len(SPLITS)):
                         problems.append(f"a row of the group {group!r} has the split {side}")
                     elif side_of_group.setdefault(group, side) != side:

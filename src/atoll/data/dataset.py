@@ -151,8 +151,7 @@ class DataSet:
         values, mask = self.column(CAPTION).read_ragged(np.arange(start, end), packed=True)
         text, ends = values.numpy().tobytes(), np.cumsum(mask.sum(1).numpy()).tolist()
         captions = [text[low:high].decode() for low, high in pairwise([0, *ends])]
-        place = table.column_names.index(CAPTION)
-        return table.set_column(place, CAPTION, pa.array(captions, pa.string()))
+        return table.set_column(table.column_names.index(CAPTION), CAPTION, pa.array(captions, pa.string()))
 
     def source_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard's rows as they were ingested."""

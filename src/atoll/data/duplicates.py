@@ -91,8 +91,7 @@ def fingerprint_job(dataset: DataSet) -> ColumnJob:
     """The column `looks`, uint8 `(rows, 8 + 3 * SIDE**2 + FINE**2)`: hash and thumbnails of every picture."""
 
     def compute(shard: int) -> dict[str, torch.Tensor]:
-        values = np.stack([fingerprint(image) for image in dataset.iter_images(shard)])
-        return {"values": torch.from_numpy(values)}
+        return {"values": torch.from_numpy(np.stack([*map(fingerprint, dataset.iter_images(shard))]))}
 
     producer = {"name": LOOKS, "side": SIDE, "fine": FINE, "hash": f"dct-8 over {STEADY}"}
     return ColumnJob(dataset, LOOKS, producer, compute)

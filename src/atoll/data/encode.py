@@ -60,8 +60,7 @@ def latents_job(dataset: DataSet, vae: Autoencoder) -> ColumnJob:
         rows: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
         for size in np.unique(sizes, axis=0):  # one shape a batch
             numbers = (sizes == size).all(1).nonzero()[0].tolist()
-            pictures = dataset.iter_images(shard, numbers=numbers)
-            latents = _in_batches(vae.encode, pictures, 32)
+            latents = _in_batches(vae.encode, dataset.iter_images(shard, numbers=numbers), 32)
             for number, row in zip(numbers, latents.flatten(2).transpose(1, 2), strict=True):
                 rows[number] = row
         return {"values": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
@@ -104,8 +103,7 @@ def caption_job(dataset: DataSet, captioner: Captioner, config: CaptionerConfig)
                 captions[row] = answer
         return ragged([[caption] for caption in captions], lambda text: torch.tensor([*text.encode()]).byte())
 
-    producer = {**captioner.producer(), **config.producer()}
-    return ColumnJob(dataset, CAPTION, producer, compute, None, "ragged")
+    return ColumnJob(dataset, CAPTION, {**captioner.producer(), **config.producer()}, compute, None, "ragged")
 
 
 def text_job(dataset: DataSet, encoder: TextEncoder, precompute: bool = True) -> ColumnJob:

@@ -151,15 +151,13 @@ class ColumnJob(ShardedJob[ColumnMeta]):
 
     def begin(self) -> None:
         """Turn what is still right of an earlier column of this producer into notes."""
-        earlier = self._earlier()
-        for number, entry in enumerate([] if earlier is None else earlier.shards[: self.shards]):
-            assert earlier is not None
-            same = earlier.content[number] == self.content[number]
-            known = ShardNote.find(self.store, self.key(number), self.identities[number])
+        if (earlier := self._earlier()) is None:
+            return
+        for number, entry in enumerate(earlier.shards[: self.shards]):
+            identity, same = self.identities[number], earlier.content[number] == self.content[number]
+            known = ShardNote.find(self.store, self.key(number), identity)
             if same and known is None and is_whole(self.store, self.folder, entry):
-                note = ShardNote(
-                    identity=self.identities[number], rows=self.rows[number], files={"values": entry}
-                )
+                note = ShardNote(identity=identity, rows=self.rows[number], files={"values": entry})
                 self.store.put_json(self.key(number), note.to_json())
 
     def _earlier(self) -> ColumnMeta | None:
@@ -167,8 +165,7 @@ class ColumnJob(ShardedJob[ColumnMeta]):
             meta = ColumnMeta.read(self.store, f"{self.folder}/column.json")
         except AtollError:
             return None
-        same = digest({"kind": meta.kind, "producer": meta.producer}) == digest(self.maker)
-        return meta if same else None
+        return meta if digest({"kind": meta.kind, "producer": meta.producer}) == digest(self.maker) else None
 
     def is_current(self) -> bool:
         if self.store.exists(f"{self.folder}/column.json"):
@@ -232,6 +229,4 @@ def remove_others(store: Store, folder: str, meta: ColumnMeta) -> None:
 
 
 def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    return safetensors.torch.save(
-        {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    )
+    return safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})

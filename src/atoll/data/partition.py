@@ -17,8 +17,9 @@ from atoll.base.rng import generator, seed_of
 from atoll.base.text import many, shorten
 from atoll.data import cluster
 from atoll.data.balance import ShareBounds, balanced
+from atoll.data.cluster import Features
 from atoll.data.cluster_map import inertia_of
-from atoll.data.columns import Column, some_rows
+from atoll.data.columns import Column, Rows, some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.formats import PartitionFile
 from atoll.data.settings import PartitionConfig
@@ -37,9 +38,9 @@ class Partition:
     """Clusters of all rows `(rows,)`, held-out rows and those of weight 0 too, and what decided them."""
 
     about: PartitionFile
-    clusters: NDArray[np.int64]
-    centroids: NDArray[np.float32]  # (K, D), empty unless the method is `kmeans`
-    prices: NDArray[np.float32]  # added to squared distances (K,), empty unless clusters are held to shares
+    clusters: Rows
+    centroids: Features  # (K, D), empty unless the method is `kmeans`
+    prices: Features  # added to squared distances (K,), empty unless clusters are held to shares
 
     @property
     def k(self) -> int:
@@ -61,7 +62,7 @@ class Partition:
         """Digest of clusters, centroids and what decided them."""
         return self.about.hash
 
-    def rows(self, number: int, dataset: DataSet) -> NDArray[np.int64]:
+    def rows(self, number: int, dataset: DataSet) -> Rows:
         """Rows of a cluster that count, held-out ones too."""
         return np.flatnonzero((self.clusters == number) & (dataset.weights > 0))
 
@@ -70,7 +71,7 @@ class Partition:
         weights = _weights_hash(dataset.weights, weighted=bool(self.about.masses))
         return weights == (self.about.revision or self.about.weights)
 
-    def assign(self, dataset: DataSet, features: Column | None) -> NDArray[np.int64]:
+    def assign(self, dataset: DataSet, features: Column | None) -> Rows:
         """Clusters of any rows by what decided this cut `(rows,)`."""
         about = self.about
         if about.method == "kmeans":
@@ -166,7 +167,7 @@ def make(
     return Partition(whole, clusters, centroids, prices)
 
 
-def count_rows(dataset: DataSet, clusters: NDArray[np.int64], k: int, weighted: bool) -> dict[str, Any]:
+def count_rows(dataset: DataSet, clusters: Rows, k: int, weighted: bool) -> dict[str, Any]:
     """Fields of the file that depend on which rows count: sizes, heldout, masses and buckets."""
     train, weights = dataset.split("train"), dataset.weights
     sizes = np.bincount(clusters[train], minlength=k)
@@ -187,9 +188,7 @@ def count_rows(dataset: DataSet, clusters: NDArray[np.int64], k: int, weighted: 
     }
 
 
-def carried(
-    origin: Partition, clusters: NDArray[np.int64], dataset: DataSet, weighted: bool = False
-) -> Partition:
+def carried(origin: Partition, clusters: Rows, dataset: DataSet, weighted: bool = False) -> Partition:
     """The cut of another campaign for a data set of its rows, whose clusters `(rows,)` are -1 where they are
     none of its; those weigh nothing."""
     changes = count_rows(dataset, clusters, origin.k, weighted)
@@ -274,12 +273,7 @@ def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: in
     return png(grid(pictures, columns=12, scale=max(1, 48 // pictures[0].width)))
 
 
-def _hash(
-    about: PartitionFile,
-    clusters: NDArray[np.int64],
-    centroids: NDArray[np.float32],
-    prices: NDArray[np.float32],
-) -> str:
+def _hash(about: PartitionFile, clusters: Rows, centroids: Features, prices: Features) -> str:
     # Without what a cut does not use, so that a new field leaves the hashes of cuts without it as they were.
     decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
     decided |= {"weights": about.weights} if about.weights else {}
@@ -289,9 +283,7 @@ def _hash(
     return digest({**decided, **arrays})
 
 
-def _nearest(
-    features: Column, centroids: NDArray[np.float32], prices: NDArray[np.float32]
-) -> NDArray[np.int64]:
+def _nearest(features: Column, centroids: Features, prices: Features) -> Rows:
     """Cluster of every row; memory does not grow with the features."""
     numbers = np.empty(len(features), dtype=np.int64)
     for rows, values in features.blocks(np.arange(len(features)), _CHUNK):
@@ -299,15 +291,14 @@ def _nearest(
     return numbers
 
 
-def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) -> NDArray[np.int64]:
+def _random(ids: Sequence[str], seed: int, k: int, capacities: Sequence[float]) -> Rows:
     """Clusters by a hash of the ids, alike or in proportion."""
     # By id and not by position: rows that are added later do not move the others.
     draws = (seed_of(seed, "cluster/" + row) for row in ids)
     if not capacities:
         return np.array([draw % k for draw in draws])
     ends = np.cumsum(capacities) / np.sum(capacities)
-    places = np.array([draw / 2**63 for draw in draws])
-    return np.searchsorted(ends[:-1], places, "right").astype(np.int64)
+    return np.searchsorted(ends[:-1], np.array([draw / 2**63 for draw in draws]), "right").astype(np.int64)
 
 
 def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
@@ -368,9 +359,8 @@ def merge(
     return [merged[number] for number in order]
 
 
-def clusters_by(values: NDArray[np.str_], merged: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+def clusters_by(values: NDArray[np.str_], merged: Sequence[Sequence[str]]) -> Rows:
     """Cluster of every row by its value `(rows,)`; -1 for a value that none has."""
     known = {value: number for number, names in enumerate(merged) for value in names}
     names, owners = np.unique(values, return_inverse=True)
-    numbers = np.array([known.get(name, -1) for name in names.tolist()], dtype=np.int64)
-    return numbers[owners]
+    return np.array([known.get(name, -1) for name in names.tolist()], dtype=np.int64)[owners]

@@ -7,13 +7,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from atoll.base.condition import Condition
 from atoll.base.errors import DataError
-from atoll.data.columns import Column, padded
+from atoll.data.columns import Column, Rows, padded
 from atoll.data.dataset import DataSet
 from atoll.data.settings import ConditionKind
 from atoll.encoders.text import TextEncoder
@@ -30,7 +29,7 @@ class Samples:
     def __init__(
         self,
         dataset: DataSet,
-        rows: NDArray[np.int64],
+        rows: Rows,
         condition: ConditionKind,
         shape: DataShape,
         encoder: TextEncoder | None = None,
@@ -61,13 +60,13 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def by_shape(self, index: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
+    def by_shape(self, index: Rows, most: int) -> list[Rows]:
         """Numbers of samples, at most so many together whose latents have one shape; in their order."""
         of = np.zeros(len(index)) if self.buckets is None else self.buckets[index]
         shapes = (index[of == bucket] for bucket in np.unique(of))
         return [shape[n : n + most] for shape in shapes for n in range(0, len(shape), most)]
 
-    def latents(self, index: NDArray[np.int64]) -> Tensor:
+    def latents(self, index: Rows) -> Tensor:
         """Latents `(B, C, H, W)` float32 of samples of one shape by their number within these rows."""
         rows = self.rows[index]
         if self.buckets is None:
@@ -79,14 +78,14 @@ class Samples:
         values = values.view(len(rows), height * width, -1)
         return values.transpose(1, 2).reshape(len(rows), -1, height, width).float()
 
-    def conditions(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
+    def conditions(self, index: Rows, draw: Callable[[], Tensor] | None = None) -> Condition:
         """Conditions of samples by their number within these rows.
 
         `draw` gives a uniform for each, to choose among several captions of a row; else the first counts.
         """
         return self.whole(self.stored(index, draw)).widened()
 
-    def stored(self, index: NDArray[np.int64], draw: Callable[[], Tensor] | None = None) -> Condition:
+    def stored(self, index: Rows, draw: Callable[[], Tensor] | None = None) -> Condition:
         """The same as they lie in the columns: `text` is all states or tokens `(sum of lengths, ...)`."""
         rows = self.rows[index]
         if self._text is not None:
@@ -126,14 +125,13 @@ class Samples:
         return Condition()
 
 
-def _sides(latents: Column, dataset: DataSet) -> tuple[NDArray[np.int64], int]:
+def _sides(latents: Column, dataset: DataSet) -> tuple[Rows, int]:
     """H and W of the latents of every row `(rows, 2)`, and how many pixels a side of one element covers."""
     if dataset.buckets is None:
         what = f"{dataset.store.location} has latents of several shapes, and rows that do not tell which"
         raise DataError(what, "write the data set again")
-    pixels = dataset.buckets.prod(1)
     # No file says how many pixels a latent covers; the largest picture and the longest row of latents do.
-    factor = math.isqrt(int(pixels.max()) // max(1, latents.meta.max_length))
+    factor = math.isqrt(int(dataset.buckets.prod(1).max()) // max(1, latents.meta.max_length))
     sides = dataset.buckets[:, ::-1] // max(1, factor)
     if factor < 1 or not np.array_equal(sides.prod(1), latents.lengths()):
         what = f"{latents.store.name(latents.folder)} holds no latents of these pictures"
@@ -173,9 +171,8 @@ def data_shape(
         shape = DataShape(channels, height)
     if condition == "text":
         column = dataset.column(text)
-        null = null_states(column)
         # One length for all batches: another shape would compile the network anew.
-        (length, width), pooled = null.shape, int(column.meta.producer.get("pooled", 0))
+        (length, width), pooled = null_states(column).shape, int(column.meta.producer.get("pooled", 0))
         length = length - -(-pooled // width) if pooled else max(column.meta.max_length, length)
         return replace(shape, text_width=width, text_length=length, pooled_width=pooled, guidance=guidance)
     if condition == "class":

@@ -262,8 +262,7 @@ class CaptionerConfig(Config):
 
     def producer(self) -> dict[str, Any]:
         """What the column of captions is known by."""
-        asked = {"prompt": self.prompt, "tokens": self.tokens, "replace": self.replace}
-        return {"name": self.model, **asked}
+        return {"name": self.model, "prompt": self.prompt, "tokens": self.tokens, "replace": self.replace}
 
 
 class DedupeConfig(Config):

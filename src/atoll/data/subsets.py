@@ -98,16 +98,15 @@ def union(store: Store, prefix: str, parts: Sequence[DataSet], columns: Sequence
             what = f"column {name!r} differs between the data sets"
             raise DataError(what, "write it again from one producer")
         sources = [join(folder, "columns", name) for folder in folders]
-        entries = [
-            entry
-            for meta, source in zip(metas, sources, strict=True)
-            for entry in _moved(dict(enumerate(meta.shards)), source, target).values()
-        ]
         joined = metas[0].model_copy(
             update={
                 "max_length": max(meta.max_length for meta in metas),
                 "content": [content for meta in metas for content in meta.content],
-                "shards": entries,
+                "shards": [
+                    entry
+                    for meta, source in zip(metas, sources, strict=True)
+                    for entry in _moved(dict(enumerate(meta.shards)), source, target).values()
+                ],
                 "extras": _moved(metas[0].extras, sources[0], target),
             }
         )

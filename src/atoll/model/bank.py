@@ -75,8 +75,7 @@ class Bank:
         self, x_t: Float[Tensor, "B C H W"], t: Float[Tensor, "B"], cond: Condition
     ) -> Float[Tensor, "B C H W"]:
         """The marginal flow `sum_k p(k | x_t, t, cond) v_k(x_t, t, cond)`."""
-        weights = self.logits(x_t, t, cond).softmax(dim=1)
-        return Dispatch(weights, cond).run(self, x_t, t)
+        return Dispatch(self.logits(x_t, t, cond).softmax(dim=1), cond).run(self, x_t, t)
 
     def logits(self, x_t: Tensor, t: Tensor, cond: Condition) -> Tensor:
         """The router's logits `(B, K)`, minus infinity for missing experts; zeros without a router."""

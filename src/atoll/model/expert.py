@@ -303,8 +303,7 @@ def build_network(
                 raise ValueError(f"{name} has shape {tuple(weights[name].shape)} instead of {shape}")
         return load(config)
     except Exception as error:  # a class of diffusers that meets odd settings raises of every kind
-        reason = first_line(error)[:200]
-        what = f"{where}/config.json makes no network of its weights ({reason})"
+        what = f"{where}/config.json makes no network of its weights ({first_line(error)[:200]})"
         raise StoreError(what, "restore it, or make it again") from None
 
 

@@ -84,13 +84,12 @@ class Routing(Config):
         for name in ("k", "p", "temperature", "every"):
             if name not in uses and getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(f"routing {self.strategy!r} has no {name}", "leave it out")
-        out_of_range = (
+        for wrong, value, fix in (
             (not 1 <= self.k <= LARGEST_K, f"with k = {self.k}", f"give k from 1 to {LARGEST_K}"),
             ("p" in uses and not 0 < (self.p or 0) <= 1, f"with p = {self.p}", "give p above 0, at most 1"),
             (not 1e-6 <= self.temperature <= 1e6, f"at temperature {self.temperature}", "give 1e-6 to 1e6"),
             (self.every < 1, f"every {self.every} steps", "give 1 or more"),
-        )
-        for wrong, value, fix in out_of_range:
+        ):
             if wrong:
                 raise ConfigError(f"routing {self.strategy!r} {value}", fix)
         return self

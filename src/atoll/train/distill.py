@@ -99,8 +99,7 @@ class DistillTask(DenoiserTask):
             asked, at = tuple((n + 0.5) / steps for n in range(steps)), times(steps, how.shift)[-2::-1]
         losses = [[float(part.mean()) for part in both] for both in self._heldout(self._both, asked)]
         taught, data = ([pair[n] for pair in losses] for n in range(2))
-        mean = sum(taught) / max(1, len(taught))
-        return validation(data, at, teacher_by_time=taught, teacher_loss=mean)
+        return validation(data, at, teacher_by_time=taught, teacher_loss=sum(taught) / max(1, len(taught)))
 
     def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
         # Losses `(B,)` against the teacher and against the data, of one evaluation of the student.

@@ -179,8 +179,7 @@ class _Run:
         weights = {name: tensor.cpu() for name, tensor in gathered if self.group.first}
 
         def write(store: Store, prefix: str) -> None:
-            card = self.task.rows.card(network, state.seconds)
-            Checkpoint(store, prefix).write(network, weights, card)
+            Checkpoint(store, prefix).write(network, weights, self.task.rows.card(network, state.seconds))
 
         def publish() -> None:
             publish_network(self.run, self.log, state.step, write)

@@ -91,8 +91,7 @@ def _task(
         objective = ObjectiveConfig(time=when, condition_dropout=objective.condition_dropout)
         hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
         told = {"teacher", "routing", "data_weight", "guidance", "teacher_steps"}
-        lesson = student.model_dump(include=told)
-        tree["student"] = {**lesson, "sampling": sampling, "teachers": hashes}
+        tree["student"] = {**student.model_dump(include=told), "sampling": sampling, "teachers": hashes}
         if plan.init == "experts":
             group.once(lambda: write_initial_weights(campaign, store, plan, network, cards))
     plan = with_initial_weights(network, plan, store, name)

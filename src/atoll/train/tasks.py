@@ -60,8 +60,7 @@ class Task:
     ) -> Iterator[list[Tensor]]:
         # What `measure` gives of all held-out rows, for each time.
         for batches in self.rows.validation(times, self.at_once):
-            parts = [measure(batch) for batch in batches]
-            yield [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+            yield [torch.cat(tensors) for tensors in zip(*map(measure, batches), strict=True)]
 
 
 def validation(losses: list[float], times: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -105,8 +104,7 @@ class DenoiserTask(Task):
         bank, drawn = Bank([denoiser]), list[Tensor]()
         for part in torch.arange(len(rows)).split(self.at_once or len(rows)):
             some = part.tolist()
-            sampler = Sampler(bank, rows_of(cond, some), null, [rows[n] for n in some], noise[some])
-            drawn.append(sampler.run())
+            drawn.append(Sampler(bank, rows_of(cond, some), null, [rows[n] for n in some], noise[some]).run())
         latents = torch.cat(drawn)
         if self._vae is not None:
             pixels = self._vae.decode(latents)

@@ -119,8 +119,7 @@ def _folder() -> Path:
 @lru_cache(maxsize=512)
 def _font(face: str, size: float) -> ImageFont.FreeTypeFont:
     # Basic layout: Raqm, where Pillow has it, would draw other pixels on other machines.
-    path = _folder() / f"{face}.ttf"
-    return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
+    return ImageFont.truetype(_folder() / f"{face}.ttf", size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=64)
