@@ -49,8 +49,14 @@ def of_no_number(part: Path) -> None:
     path, card = part / "diffusion_pytorch_model.safetensors", part / "card.json"
     weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
     save_file(weights, path)
-    tree = json.loads(card.read_text())
-    card.write_text(json.dumps({**tree, "weights_sha256": sha256(path.read_bytes())}))
+    card.write_text(json.dumps({**json.loads(card.read_text()), "weights_sha256": sha256(path.read_bytes())}))
+
+
+def flip(path: Path) -> None:
+    """Change the last bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def write_campaign(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:

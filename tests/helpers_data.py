@@ -24,8 +24,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def encoded(size: tuple[int, int] = (20, 12), kind: str = "PNG", mode: str = "RGB", seed: int = 0) -> bytes:
     """A file with a noise picture."""
-    rng = np.random.default_rng(seed)
-    pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return saved(Image.fromarray(pixels).convert(mode), kind)
 
 

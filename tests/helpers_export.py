@@ -114,8 +114,7 @@ def text_pipeline(folder: Path, k: int = 2) -> AtollPipeline:
     network.card = facts(network, shape, "router", None, **made)
     bank = ExpertBank({n: expert(n, shape, **made) for n in range(k)}, k)
     encoders = vae.network, text.towers[0].network, text.towers[0].tokenizer
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    pipe = AtollPipeline(bank, network, scheduler, *encoders, num_inference_steps=3)
+    pipe = AtollPipeline(bank, network, FlowMatchEulerDiscreteScheduler(), *encoders, num_inference_steps=3)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

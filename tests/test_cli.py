@@ -12,7 +12,7 @@ from PIL import Image
 from atoll.campaign.folder import Campaign
 from atoll.cli import main as cli
 from atoll.train.run import train_run
-from helpers import Answer, Run, assembled, atoll, partitioned, refused, start, write_campaign
+from helpers import Answer, Run, assembled, atoll, flip, partitioned, refused, start, write_campaign
 
 CHANGES = {"budget": {"samples": 320}}
 
@@ -340,8 +340,7 @@ def test_samples_are_a_sheet_or_a_file_a_picture(
     assert {opened(path) for path in single} == {("PNG", (8, 8))}
     assert min(opened(tmp_path / "a.png")[1]) > 2 * 128  # small pictures are magnified
     sets = ["--set", "sampling.steps=2", "--set", "sampling.residency.experts=1"]
-    again = run("sample", trained, "0", "1", "--count", "2", *sets, "--out", tmp_path / "b.png")
-    assert again.code == 0
+    assert run("sample", trained, "0", "1", "--count", "2", *sets, "--out", tmp_path / "b.png").code == 0
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "a.png").read_bytes()
 
 
@@ -357,10 +356,7 @@ def test_prompts_for_a_model_without_condition(run: Run, tmp_path: Path) -> None
 def test_a_damaged_ensemble_is_not_sampled_and_can_be_mended(run: Run, trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "c"))
     argv = ["sample", folder, "1", "--out", tmp_path / "a.png"]
-    weights = folder / "ensemble/experts/1/diffusion_pytorch_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip(folder / "ensemble/experts/1/diffusion_pytorch_model.safetensors")
     refused(run(*argv), "is not what its card says")
     assert run("assemble", folder).code == 0
     path = folder / "ensemble/ensemble.json"

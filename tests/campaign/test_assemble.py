@@ -54,8 +54,7 @@ def test_the_parts_are_those_that_were_published(trained: Path) -> None:
     for k, expert in enumerate(ensemble.experts):
         published = Checkpoint(Store.open(trained), f"islands/{k}/expert").expert()
         assert torch.equal(expert.velocity(X, T, COND), published.velocity(X, T, COND))
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(trained / "ensemble/scheduler")
-    assert scheduler.config.shift == 1.0
+    assert FlowMatchEulerDiscreteScheduler.from_pretrained(trained / "ensemble/scheduler").config.shift == 1.0
 
 
 def test_partial_then_complete(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

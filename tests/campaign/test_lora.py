@@ -102,8 +102,7 @@ def test_experts_share_one_network_in_memory(campaign: Path) -> None:
         cond = Condition(labels=torch.tensor([0, 1, 0, 1]))
         with torch.inference_mode():
             assert torch.equal(experts[number].velocity(x, t, cond), alone.velocity(x, t, cond))
-    guide = Checkpoint(store, "ensemble/experts/pretrain").expert()
-    model.bank.pretrain = guide
+    model.bank.pretrain = Checkpoint(store, "ensemble/experts/pretrain").expert()
     assert [p.tobytes() for p in model([0, 1], each=3, seed=5)] == [p.tobytes() for p in pictures]
 
     # Threads take turns at it.
@@ -234,8 +233,7 @@ def test_the_plan_counts_what_a_change_takes(run: Run, tmp_path: Path) -> None:
 
 def test_experts_change_a_published_checkpoint(tmp_path: Path) -> None:
     """Without shared pretraining: the network of `network.init`, which the partition lays on every island."""
-    first = partitioned(tmp_path / "first")
-    train_run(first, "monolith")
+    train_run(partitioned(tmp_path / "first"), "monolith")
     init, lora = tmp_path / "first/monolith/expert", {"rank": 2, "targets": ["to_q", "to_v"]}
     folder = assembled(tmp_path / "c", {"network": {"init": str(init), "lora": lora}})
     assert (folder / "ensemble" / BASE).read_bytes() == (init / WEIGHTS).read_bytes()

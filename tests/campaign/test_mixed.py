@@ -144,8 +144,7 @@ def test_it_is_sampled_exported_and_reloaded(mixed: Path, tmp_path: Path, run: R
 def test_it_is_compared_and_costs_are_those_of_each_expert(mixed: Path) -> None:
     campaign = Campaign.open(mixed, ["compare.strategies=[top-1, full]"])
     compare(campaign)
-    found = campaign.store.get_json("reports/compare.json")
-    rows = {row["name"]: row for row in found["rows"]}
+    rows = {row["name"]: row for row in campaign.store.get_json("reports/compare.json")["rows"]}
     cards = [Checkpoint(campaign.store, f"islands/{k}/expert").card for k in range(4)]
     router, monolith = (Checkpoint(campaign.store, f"{role}/expert").card for role in ("router", "monolith"))
     # `full` with guidance asks the router once for each branch, and a branch is what the table counts.

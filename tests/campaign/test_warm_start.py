@@ -279,8 +279,7 @@ def test_an_expert_of_another_depth_takes_over_what_fits(
 ) -> None:
     """The seed's rate falls, for once, as that is asked."""
     budget, islands = {**SEEDED["budget"], "pretrain_lr_schedule": "cosine"}, {1: {"network": {"depth": 2}}}
-    changes = {"budget": budget, "islands": islands, "train": {"log_every": 1}}
-    campaign = partitioned(tmp_path / "c", changes)
+    campaign = partitioned(tmp_path / "c", {"budget": budget, "islands": islands, "train": {"log_every": 1}})
     train_run(campaign, "pretrain")
     rates = learning_rates(tmp_path / "c/pretrain")
     assert rates[-1] < 0.1 * max(rates)

@@ -204,8 +204,7 @@ def test_a_folder_of_pictures_goes_the_whole_way(tmp_path: Path, monkeypatch: py
     dataset = Campaign.open(tmp_path / "mine").dataset()
     assert len(dataset) == 200 and dataset.manifest.mode == "rgb" and dataset.manifest.rejects == {}
     assert not (tmp_path / "mine/monolith/expert").exists()
-    caption = dataset.take([5]).column("caption")[0].as_py()
-    assert caption == "a green bar"
+    assert dataset.take([5]).column("caption")[0].as_py() == "a green bar"
 
 
 @pytest.mark.slow

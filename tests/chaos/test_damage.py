@@ -71,8 +71,7 @@ def test_entries_of_the_log(nursery: Nursery, copy: Path, reference: Path) -> No
         entries = sorted((run / "run/log").glob("*.json"))
         path = [path for path in entries if f'"kind": "{kind}"' in path.read_text()][-1]
         (flip if chance.random() < 0.5 else cut)(path, chance)
-        said = killed_after_two_commits(nursery, copy, 2)
-        assert f"warning: log/{path.name} is damaged" in said
+        assert f"warning: log/{path.name} is damaged" in killed_after_two_commits(nursery, copy, 2)
     train_to_the_end(nursery, copy, 2)
     check_as_if_undisturbed(run, island(reference, 2))
 

@@ -72,8 +72,7 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, run: Run):
     assert answer.code == 0, answer.err
     store = Campaign.open(campaign).store
     prompts = TailPrompts.read(store, TailPrompts.PLACE)
-    counts = ConceptCounts.read(store, ConceptCounts.PLACE)
-    totals = counts.table().sum(1)
+    totals = ConceptCounts.read(store, ConceptCounts.PLACE).table().sum(1)
     rare, common = zip(*prompts.pairs, strict=True)
     there = sorted(int(total) for total in totals if total >= 2)
     assert sorted(totals[list(rare)].tolist()) == there[:5]
@@ -82,8 +81,7 @@ def test_rare_concepts_are_paired_with_common_ones(campaign: Path, run: Run):
 
 
 def test_an_audit_of_another_vocabulary_is_refused(campaign: Path, run: Run):
-    answer = run("concepts", "index", campaign, "--least", "3")
-    assert "--vocabulary FILE names others" in answer.out
+    assert "--vocabulary FILE names others" in run("concepts", "index", campaign, "--least", "3").out
     words = "changed since the audit: run 'atoll concepts audit'"
     refused(run("concepts", "tail", campaign, "--n", "2"), words)
 

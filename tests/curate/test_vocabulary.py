@@ -86,8 +86,7 @@ def test_a_vocabulary_that_is_none_is_refused():
 
 def test_nouns_of_captions_in_their_singular_the_commonest_first():
     captions = ["two red dogs and a house", "a dog", "the houses of the dog", "running with 77 birds"]
-    found = Vocabulary.of_captions(captions, least=2)
-    assert found.concepts == ("dog", "house")
+    assert Vocabulary.of_captions(captions, least=2).concepts == ("dog", "house")
     every = Vocabulary.of_captions(captions, least=1)
     assert {"bird", "house", "dog"} <= set(every.concepts) and not {"and", "with", "77"} & set(every.concepts)
     for texts in (captions, []):

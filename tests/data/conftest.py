@@ -36,8 +36,7 @@ def folder(tmp_path: Path) -> Path:
     rows = []
     for number in range(6):
         name = f"{'more/' if number > 3 else ''}{number}.{'jpg' if number % 2 else 'png'}"
-        kind = "JPEG" if number % 2 else "PNG"
-        (root / name).write_bytes(encoded(kind=kind, seed=number))
+        (root / name).write_bytes(encoded(kind="JPEG" if number % 2 else "PNG", seed=number))
         more = {"kind": number % 3, "who": f"g{number // 2}"}
         rows.append({"file_name": name, "text": f"picture {number}", **more})
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -148,8 +148,7 @@ def test_rows_keep_their_aspect(tmp_path: Path, store: Store) -> None:
     reasons = {reject["key"]: reject["reason"] for reject in rejects}
     assert reasons == {**small, "panorama.png": "too long", "broken.png": "truncated"}
     assert "900x30 would lose 93% to fit into 48x24" in [reject["detail"] for reject in rejects]
-    again = ingest(FolderSource(folder), store, "d", config(min_rows=3))
-    assert again.content == whole.content
+    assert ingest(FolderSource(folder), store, "d", config(min_rows=3)).content == whole.content
     with pytest.raises(DataError, match="other settings"):
         ingest(FolderSource(folder), store, "d", config(min_rows=4))
 

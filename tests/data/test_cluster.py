@@ -39,8 +39,7 @@ def test_blobs_are_found(k: int, fine: int) -> None:
 def test_blobs_of_very_different_size_are_found() -> None:
     features, label = blobs(4, 4000)
     kept = np.concatenate([np.flatnonzero(label == i)[: (900, 400, 100, 25)[i]] for i in range(4)])
-    centroids = fit(features[kept], 4, 64, seed=0)
-    found = nearest_centroid(features[kept], centroids)
+    found = nearest_centroid(features[kept], fit(features[kept], 4, 64, seed=0))
     assert agree(found, label[kept])
     assert np.bincount(found).tolist() == [900, 400, 100, 25]  # numbered by falling size
 
@@ -84,8 +83,7 @@ def test_features_that_are_no_numbers(bad: float) -> None:
 
 
 def test_normalise() -> None:
-    values = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0]], dtype=np.float16)
-    scaled = normalise(values)
+    scaled = normalise(np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0]], dtype=np.float16))
     np.testing.assert_allclose(scaled, [[0.6, 0.8], [0, 0], [1, 0]], rtol=1e-6)
     assert scaled.dtype == np.float32
 

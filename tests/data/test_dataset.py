@@ -27,8 +27,7 @@ def full(glyphs: DataSet) -> DataSet:
         return {"values": torch.repeat_interleave(rows(shard), lengths)[:, None].half(), "lengths": lengths}
 
     glyphs.write_column("latents", {"name": "l"}, lambda shard: {"values": rows(shard)[:, None].float()})
-    extras = {"null": {"values": torch.full((2, 1), 7.0)}}
-    glyphs.write_column("text", {"name": "t"}, text, extras, "ragged")
+    glyphs.write_column("text", {"name": "t"}, text, {"null": {"values": torch.full((2, 1), 7.0)}}, "ragged")
     return glyphs
 
 

@@ -111,8 +111,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     assert {name: dataset.split(name).tolist() for name in before} != before
     names = dataset.table(["caption"])["caption"].to_pylist()
     assert len({found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}) == 1
-    again = dedupe(dataset, DedupeConfig(), "none")
-    assert (again.kept_row == found.kept_row).all()
+    assert (dedupe(dataset, DedupeConfig(), "none").kept_row == found.kept_row).all()
     assert (dataset.sides == sides).all()
 
 

@@ -34,8 +34,7 @@ def test_tex_faces_are_named_by_their_glyphs_not_by_their_encoding() -> None:
 
 
 def test_pictures_fit_and_lie_in_the_middle() -> None:
-    source = GlyphSource(GlyphOptions(faces="all", characters="all", limit=600, seed=3))
-    for row in rows(source):
+    for row in rows(GlyphSource(GlyphOptions(faces="all", characters="all", limit=600, seed=3))):
         box = ImageOps.invert(row.image).getbbox()  # type: ignore[arg-type]
         assert box is not None, row.caption
         left, top, right, bottom = box

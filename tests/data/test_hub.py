@@ -103,8 +103,7 @@ def test_an_arrow_file_cannot_name_files_of_this_machine(
     ):
         writer.write_table(table)
     found = list(open_hub(f"hf://{tmp_path}/d", RowOptions()).records(0, 5))
-    reasons = [getattr(item, "reason", "") for item in found]
-    assert reasons == ["unsafe path"] * 3 + ["", "too large"]
+    assert [getattr(item, "reason", "") for item in found] == ["unsafe path"] * 3 + ["", "too large"]
 
 
 @pytest.mark.slow

@@ -129,8 +129,7 @@ def test_hostile_captions_and_ids(store: Store) -> None:
 def test_finished_is_found_and_nothing_is_overwritten(store: Store, glyphs: DataSet, tmp_path: Path) -> None:
     source = GlyphSource(GlyphOptions(limit=40))
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")}
-    again = ingest(source, store, "glyphs", CONFIG)
-    assert again.ids == glyphs.ids
+    assert ingest(source, store, "glyphs", CONFIG).ids == glyphs.ids
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "store").rglob("*")} == before
     with pytest.raises(DataError, match="another source or with other settings"):
         ingest(source, store, "glyphs", CONFIG.model_copy(update={"size": 9}))

@@ -26,8 +26,7 @@ ROWS = 120
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, options = tmp_path_factory.mktemp("data"), GlyphOptions(limit=ROWS, characters="basic")
-    config = IngestConfig(size=8, shard_rows=50, heldout=0.25)
-    ingest(GlyphSource(options), Store.open(root), "", config)
+    ingest(GlyphSource(options), Store.open(root), "", IngestConfig(size=8, shard_rows=50, heldout=0.25))
     return root
 
 

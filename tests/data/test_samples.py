@@ -42,8 +42,7 @@ def test_samples_are_the_rows_asked_for(encoded: DataSet) -> None:
     samples = Samples(encoded, rows, "text", data_shape(encoded, "text"))
     assert len(samples) == len(rows) < len(encoded)
     index = np.array([3, 0, len(rows) - 1, 3])
-    latents = samples.latents(index)
-    for value, row in zip(latents, rows[index], strict=True):
+    for value, row in zip(samples.latents(index), rows[index], strict=True):
         pixels = np.asarray(encoded.image(int(row)), dtype=np.float32) / 127.5 - 1
         np.testing.assert_allclose(value[0].numpy(), pixels, atol=1e-3)  # float16
     captions = encoded.take(rows[index]).column("caption").to_pylist()

@@ -50,8 +50,7 @@ def test_samples_are_found_in_any_order(tmp_path: Path) -> None:
     shuffled = [member for member in members if member[0].endswith("png")] + texts[::-1]
     (tmp_path / "a.tar").write_bytes(packed(shuffled))
     (tmp_path / "b.tar").write_bytes(packed(many(30, 20), format=tarfile.PAX_FORMAT))
-    source = open_source(tmp_path, {"label": "kind", "group": "who"})
-    good, bad = read(source)
+    good, bad = read(open_source(tmp_path, {"label": "kind", "group": "who"}))
     assert not bad
     assert [row.caption for row in good] == [f"picture {n}" for n in range(50)]
     assert [row.label for row in good] == [n % 3 for n in range(50)]
@@ -96,8 +95,7 @@ def flipped(data: bytes) -> bytes:
 
 def backwards(data: bytes) -> bytes:
     """A header whose size is negative leads back to itself."""
-    info = tarfile.TarInfo("x.png")
-    head = bytearray(info.tobuf())
+    head = bytearray(tarfile.TarInfo("x.png").tobuf())
     head[124:136] = b"\xff" * 10 + b"\xfc\x00"
     head[148:156] = b" " * 8
     head[148:156] = f"{sum(head):06o}\0 ".encode()

@@ -177,8 +177,7 @@ def test_a_prompt_that_would_be_cut_is_refused_before_weights_are_read(
     whole: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
-    answer = run("sample", whole, "word " * 600, "--out", tmp_path / "x.png")
-    refused(answer, "tokens", "would be lost")
+    refused(run("sample", whole, "word " * 600, "--out", tmp_path / "x.png"), "tokens", "would be lost")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pipeline.md"])

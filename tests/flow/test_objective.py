@@ -43,8 +43,7 @@ def test_dropped_conditions_are_the_null_one() -> None:
     null = Condition(
         labels=torch.tensor([9]), text=torch.zeros(1, 1, 2), mask=torch.ones(1, 1, dtype=torch.bool)
     )
-    u = torch.tensor([0.0, 0.099, 0.1, 0.9])
-    dropped = drop_condition(cond, null, u, 0.1)
+    dropped = drop_condition(cond, null, torch.tensor([0.0, 0.099, 0.1, 0.9]), 0.1)
     assert dropped.labels is not None and dropped.text is not None and dropped.mask is not None
     assert dropped.labels.tolist() == [9, 9, 2, 3]
     assert dropped.text[:, 0, 0].tolist() == [0.0, 0.0, 1.0, 1.0]

@@ -65,8 +65,7 @@ def test_a_link_out_of_a_source_is_a_reject(arena: Arena) -> None:
     (arena / "source/g1.txt").symlink_to(secret)
     (arena / "source/inside.png").symlink_to(arena / "source/g0.png")
     (arena / "source/inside.txt").write_text("a link that stays inside")
-    outcome = arena.run("data", "ingest", arena / "fresh", "--set", f"data.source={arena / 'source'}")
-    outcome.check()
+    arena.run("data", "ingest", arena / "fresh", "--set", f"data.source={arena / 'source'}").check()
     lines = (arena / "fresh/data/rejects.jsonl").read_text().splitlines()
     rejects = {line["key"]: line["reason"] for line in map(json.loads, lines)}
     assert rejects == {"g1.png": "link out of the folder"}

@@ -95,8 +95,7 @@ def mixed(
     w: World, kinds: Sequence[tuple[Schedule, Prediction]], x: Tensor, t: Tensor, routing: str = "full"
 ) -> Tensor:
     """The velocity of the ensemble whose expert k is of `kinds[k]`, through the real parts."""
-    rule = Routing.named(routing)
-    share = route(rule, w.logits(x, t), torch.empty(len(t), 0, dtype=t.dtype))
+    share = route(Routing.named(routing), w.logits(x, t), torch.empty(len(t), 0, dtype=t.dtype))
     each = [flow_velocity(w.expert(k, *kind), kind[1], kind[0], x, t) for k, kind in enumerate(kinds)]
     return torch.einsum("bk,bkchw->bchw", share, torch.stack(each, 1))
 

@@ -83,8 +83,7 @@ def test_what_is_not_set_is_left_to_the_cluster_and_tasks_have_logs_of_their_own
 
 
 def test_several_nodes_meet_at_the_first() -> None:
-    job = Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3)
-    text = slurm.script(job, SITE)
+    text = slurm.script(Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3), SITE)
     parses(text)
     assert options(text)["--nodes"] == "3"
     line = next(line for line in text.splitlines() if line.startswith("srun"))
@@ -124,8 +123,7 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)
-    argv = (sys.executable, "-S", "-c", CHILD.format(code=code))
-    job = Job("expert 0", argv, saves=code != 143)
+    job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)), saves=code != 143)
     place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
     call = ["bash", "-c", slurm.script(job, SITE)]
     process = subprocess.Popen(call, env=place, stdout=subprocess.PIPE, text=True)
@@ -250,8 +248,7 @@ def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: b
 @pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])
 def test_a_hostile_url_stays_one_word(name: str) -> None:
     url = f"s3://bucket/{name}"
-    job = Job("router", ("echo", "train", url), gpus=0, sky=CODE)
-    texts = sky.files([job], url)
+    texts = sky.files([Job("router", ("echo", "train", url), gpus=0, sky=CODE)], url)
     done = subprocess.run(
         ["sh", "-c", yaml.safe_load(texts["router.yaml"])["run"]], capture_output=True, check=True
     )

@@ -32,7 +32,7 @@ from atoll.model.model import Model
 from atoll.model.residency import ResidentExperts
 from atoll.store.signatures import sign, signer
 from atoll.store.store import Store
-from helpers import Answer, Run, atoll, entries, of_no_number, refused, start
+from helpers import Answer, Run, atoll, entries, flip, of_no_number, refused, start
 from keys import key_pair
 
 Drawing = tuple[str | None, float, int]
@@ -511,8 +511,7 @@ def test_the_ensembles_path_begins_with_the_seed() -> None:
     assert (once.model, once.target, once.how) == ("once", 8.0, "between points")
     assert once.train_flops == pytest.approx(50) and once.of_monolith == pytest.approx(0.5)
     assert (top.train_flops, top.of_monolith, top.how) == (None, None, "never")
-    alone = [row for row in rows if row.model != "pretrain"]
-    once = reach_table(alone)[1]
+    once = reach_table([row for row in rows if row.model != "pretrain"])[1]
     assert (once.of_monolith, once.how) == (0.6, "at the first point")
     assert reach_table(course("once", (1, 2.0))) == []  # no monolith, no target
 
@@ -599,8 +598,7 @@ def test_pairs_of_equal_conditions_and_of_nobody_do_not_count() -> None:
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
 def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: int) -> None:
     half = np.tile(np.array([0, 200], np.uint8), (2 * SIDE, 2 * SIDE))  # every other column
-    picture = Image.fromarray(half).convert(mode)
-    pixels = SavedSamples.pixels_of(range(3), [picture] * 3)
+    pixels = SavedSamples.pixels_of(range(3), [Image.fromarray(half).convert(mode)] * 3)
     kept = SavedSamples(np.stack([*pixels.values()]), np.zeros((3, 5), dtype=np.float32))
     assert kept.pixels.shape == (3, channels * SIDE * SIDE // 2) and (kept.pixels == 100).all()
     small = Image.new(mode, (4, 4))
@@ -677,9 +675,7 @@ def test_a_killed_worker_loses_one_shard(
     assert worker.returncode == -signal.SIGKILL
     before = shards(folder)
     spoilt = min(before, key=before.__getitem__)
-    content = bytearray(spoilt.read_bytes())
-    content[-1] ^= 1
-    spoilt.write_bytes(content)
+    flip(spoilt)
     again = atoll("compare", folder, *SET, "--part", "1/1")
     assert again.returncode == 0 and not (folder / "reports/compare.json").exists(), again.stderr
     after = shards(folder)

@@ -19,6 +19,7 @@ from atoll.measure.pictures import Batch, Features, Folder, extraction
 from atoll.measure.points import Reference, Statistics, reference_of
 from atoll.measure.shards import FEW
 from atoll.store.store import Store
+from helpers import flip
 from helpers_extractors import save_pictures
 
 PRODUCER = {"name": "net", "hash": "a" * 64, "size": 28, "resize": "bicubic"}
@@ -50,9 +51,7 @@ def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEnco
     assert named.about.count == 37 and np.array_equal(features(named, encoder), first)
 
     # Damage is found.
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(StoreError, match="does not match its SHA-256"):
         features(later, encoder)
     tree = json.loads(store.path(one.key).read_text())

@@ -9,6 +9,7 @@ from torch import Tensor
 from atoll.base.part import Part
 from atoll.measure.shards import FEW, MOST, ShardedRows
 from atoll.store.store import Store
+from helpers import flip
 
 Made = list[range]
 
@@ -67,9 +68,7 @@ def test_what_is_damaged_or_of_something_else_is_made_again(store: Store) -> Non
     squares(store, made).write_part(Part(0, 1))
     folder = store.path(squares(store, made).folder)
     first, second, third, *_ = sorted(folder.iterdir())
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(data)
+    flip(first)
     second.write_bytes(second.read_bytes()[:20])
     third.unlink()
     before = len(list(folder.iterdir()))

@@ -91,8 +91,7 @@ def test_a_published_expert_comes_back_in_all_of_its_forms(name: str, tmp_path: 
 def test_a_published_router_comes_back(tmp_path: Path) -> None:
     store, network = Store.open(tmp_path), router(1, 3)
     weights = dict(network.named_parameters())
-    about = card(role="router", island=None, shape=vars(TEXT))
-    Checkpoint(store, "r").write(network, weights, about)
+    Checkpoint(store, "r").write(network, weights, card(role="router", island=None, shape=vars(TEXT)))
     x, t, cond = noise(B), torch.linspace(0, 1, B), conditions(B)
     assert torch.equal(Checkpoint(store, "r").router().logits(x, t, cond), network(x, t, cond))
 

@@ -270,8 +270,7 @@ def test_a_null_branch_of_shared_pretraining(routing: str, bank: Bank) -> None:
 
 @pytest.mark.parametrize("routing", ["full", "top-2", "once", "once null sample-1"])
 def test_experts_left_out_are_as_if_they_were_missing(routing: str, bank: Bank) -> None:
-    experts = [None if k in (0, 2) else expert(k) for k in range(K)]
-    missing = Bank(experts, Logits(router(9, K)))
+    missing = Bank([None if k in (0, 2) else expert(k) for k in range(K)], Logits(router(9, K)))
     conditional, *of_null = routing.split(" null ")
     named = " null ".join([f"{conditional} without 0,2", *of_null])
     assert torch.equal(stepped(bank, named, 2.0)[0], stepped(missing, routing, 2.0)[0])

@@ -46,15 +46,13 @@ def test_a_weight_comes_back_within_a_step_of_its_row(name: str) -> None:
 @pytest.mark.parametrize("family", get_args(FamilyName))
 def test_every_family_draws_nearly_the_same(family: str, name: str) -> None:
     shape = CLASSES if family == "dit" else TEXT
-    network = denoiser(0, shape, name=family)
-    whole = Expert(network, family, "v", "rectified-flow")
+    whole = Expert(denoiser(0, shape, name=family), family, "v", "rectified-flow")
     bank = ResidentExperts([StoredExpert.of(whole)], Residency(dtype=name))
     x, cond = noise(len(T), shape), conditions(len(T), shape)
     v, near = whole.velocity(x, T, cond), bank[0].velocity(x, T, cond)
     change = float((near - v).norm() / v.norm())
     assert 0 < change < (0.02 if name == "int8" else 0.1), change
-    again = bank[0].velocity(x, T, cond)
-    assert torch.equal(near, again)
+    assert torch.equal(near, bank[0].velocity(x, T, cond))
 
 
 def test_what_diffusers_keeps_stays_whole() -> None:
@@ -86,8 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_campaign_is_drawn_from_stored_weights(name: str, trained: Path) -> None:
     sizes = {}
     for dtype, experts in (("auto", 2), (name, None), (name, 1)):
-        how = Residency(dtype=dtype, experts=experts)
-        model = campaign_model(Campaign.open(trained), residency=how)
+        model = campaign_model(Campaign.open(trained), residency=Residency(dtype=dtype, experts=experts))
         pictures = model(["0", "1"], each=2)
         sizes[dtype] = model.bank.experts.place_bytes
         if dtype == name and experts is None:

@@ -30,8 +30,7 @@ def built(name: str, size: str, patch: int = 2) -> torch.nn.Module:
     [("dit", "XL", 750), ("pixart", "XL", 611), ("sd3", "2B", 2028), ("flux", "3B", 2989)],
 )
 def test_the_large_sizes_have_the_parameters_of_the_design(name: str, size: str, millions: float) -> None:
-    network = built(name, size)
-    assert parameter_count(network) / 1e6 == pytest.approx(millions, abs=0.5)
+    assert parameter_count(built(name, size)) / 1e6 == pytest.approx(millions, abs=0.5)
 
 
 def test_parts_of_a_preset_can_be_replaced() -> None:
@@ -122,8 +121,7 @@ def test_patches_of_flux_are_those_of_its_published_pipeline() -> None:
     x, seen = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0)), {}
     network = family("flux").build(config("flux", patch=2), TEXT)
     network.register_forward_pre_hook(lambda module, args, kw: seen.update(x=args[0], **kw), with_kwargs=True)
-    out = call("flux", network, conditions(2), x)
-    assert out.shape == x.shape
+    assert call("flux", network, conditions(2), x).shape == x.shape
     assert torch.equal(seen["x"], FluxPipeline._pack_latents(x, 2, 3, 8, 16))
     places = FluxPipeline._prepare_latent_image_ids(2, 4, 8, "cpu", torch.float32)
     assert torch.equal(seen["img_ids"], places) and not seen["txt_ids"].any()

@@ -82,8 +82,7 @@ def test_sd3_goes_on_beyond_its_square_at_both_ends() -> None:
 def test_a_checkpoint_holds_its_scale(name: str, tmp_path: Path) -> None:
     made = network(name, 16, 2)
     made.save_pretrained(tmp_path)  # type: ignore[operator]
-    config = json.loads((tmp_path / "config.json").read_text())
-    again: Any = family(name).load(config)
+    again: Any = family(name).load(json.loads((tmp_path / "config.json").read_text()))
     again.load_state_dict(made.state_dict())
     assert torch.equal(positions(name, again, 16, 16), positions(name, made, 16, 16))
     if name != "flux":  # the class itself reads it so

@@ -243,8 +243,7 @@ def test_an_expert_has_one_colour_everywhere(page: Page):
         assert style.count(f".e{number} {{ --c: var(--e{number}) }}") == 1
         assert len(page.with_class(f"e{number}")) > 15  # chips, strips, bars, cards and charts
     assert page.with_class("e4") == []
-    roles = ("monolith", "router", "pretrain", "student", "own", "selected", "mixture")
-    for role in roles:
+    for role in ("monolith", "router", "pretrain", "student", "own", "selected", "mixture"):
         assert f".{role} {{ --c: var(--{role}); }}" in style
         assert len(re.findall(f"--{role}: #", style)) == 2, "one on light and one on dark"
 

@@ -64,8 +64,12 @@ def test_a_diagnosis_without_samples_has_no_part_about_them(whole: Builder):
         del content["tables"][name]
     whole.store.put_json("reports/diagnostics.json", content | {"pictures": [], "copies": None})
     text = Page.of(whole).text()
-    titles = "Expert usage", "Copies of training images", "Clusters of the samples", "Stability of paths"
-    for title in titles:
+    for title in (
+        "Expert usage",
+        "Copies of training images",
+        "Clusters of the samples",
+        "Stability of paths",
+    ):
         assert title not in text
     assert "Experts by cluster" in text
 

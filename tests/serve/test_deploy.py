@@ -75,8 +75,7 @@ def test_streams_pass_nginx_as_they_come_and_a_server_can_leave(
     with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
         seen = [time.monotonic()]
         long = {"seed": 1, "steps": 250, "routing": "top-1"}
-        stream = client.images.generate(prompt="1", stream=True, partial_images=3, extra_body=long)
-        for _ in stream:
+        for _ in client.images.generate(prompt="1", stream=True, partial_images=3, extra_body=long):
             seen.append(time.monotonic())
         # Held back, the first would come with the last.
         assert len(seen) == 5 and seen[1] - seen[0] < 0.7 * (seen[4] - seen[0])

@@ -18,7 +18,7 @@ from PIL import Image
 import atoll
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
-from helpers import command, refused
+from helpers import command, flip, refused
 from serve.conftest import pixels
 from serve.process import KEY, PLACE, Server
 
@@ -254,10 +254,7 @@ def test_a_bad_start_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Ca
         taken.listen()
         told("cannot listen", sets=[f"port={taken.getsockname()[1]}"])
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    weights = next((other / "ensemble/experts/1").glob("*.safetensors"))
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(next((other / "ensemble/experts/1").glob("*.safetensors")))
     told("experts/1", of=other)
 
 

@@ -74,8 +74,7 @@ class Soak:
         self.server = self.start()
 
     def start(self) -> Server:
-        sets = ("--port", str(self.port), "--set", "queue=12", "--keys", str(self.keys))
-        return Server(self.folder, *sets)
+        return Server(self.folder, "--port", str(self.port), "--set", "queue=12", "--keys", str(self.keys))
 
     def draw(self) -> None:
         """What the model itself draws for the right requests."""

@@ -76,8 +76,7 @@ def test_lists_names_and_narrowing(store: Store) -> None:
     for act in (island.get, island.exists, island.path, island.list, island.sub, island.size):
         with pytest.raises(StoreError, match="leads out of"):
             act("../1/a")
-    again = Store.open(island.location)
-    assert again.list() == ["a", "b/c"]
+    assert Store.open(island.location).list() == ["a", "b/c"]
 
 
 def test_missing_objects(store: Store) -> None:
@@ -128,8 +127,7 @@ def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
     if store.local is None:
         assert first.is_relative_to(tmp_path / "cache") and first != store.path("w.bin")
         assert first.stat().st_mode == first.with_name(".lock").stat().st_mode  # for all who share the cache
-        second = store.path("w.bin")
-        second.write_bytes(b"tw")  # torn
+        store.path("w.bin").write_bytes(b"tw")  # torn
         assert store.path("w.bin").read_bytes() == b"two"
         assert not [p for p in cache.folder().rglob("*") if p.name.startswith(".part-")]
 

@@ -81,8 +81,7 @@ def test_a_heart_notices_a_takeover_and_stops(store: Store, elsewhere: None) -> 
     log = Log(store, "a")
     assert acquire(log, SHORT)
     with Heart(log, SHORT, dict) as heart:
-        other = Log(store, "b")
-        other.acquire()
+        Log(store, "b").acquire()
         deadline = time.monotonic() + 10
         while heart.fenced is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -357,8 +357,7 @@ def test_a_student_of_few_steps_draws_by_its_own(
     assemble(Campaign.open(copy))
     capsys.readouterr()
     sets = ["compare.strategies=[top-1]", "compare.guidances=[1.0]", "compare.sweep=[top-1]"]
-    compared = compare(Campaign.open(copy, sets))
-    assert {row.model for row in compared.tables.guidance} == {"top-1"}
+    assert {row.model for row in compare(Campaign.open(copy, sets)).tables.guidance} == {"top-1"}
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "as it was trained" in line]
     assert "steps 4" in told and "guidance 1" in told
     points = [MeasuredPoint.read(store, key) for key in store.list("reports/points") if key.endswith(".json")]
@@ -400,8 +399,7 @@ def test_a_card_of_steps_that_cannot_be_is_refused(copy: Path, sampling: dict[st
 def test_wrong_settings_are_one_line(
     settings: dict[str, Any], words: tuple[str, ...], tmp_path: Path, run: Run
 ) -> None:
-    folder = write_campaign(tmp_path / "c", {"student": {"stock": False, **settings}})
-    refused(run("plan", folder), *words)
+    refused(run("plan", write_campaign(tmp_path / "c", {"student": {"stock": False, **settings}})), *words)
 
 
 def test_teachers_that_are_missing_misplaced_or_left_out_are_named(copy: Path, run: Run) -> None:

@@ -106,8 +106,7 @@ def test_clusters_are_those_of_the_rows(campaign: Campaign) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_share_of_the_samples_is_pure_noise(campaign: Campaign, share: float) -> None:
     """At exactly t = 1, where `once` asks: there only the condition can tell."""
-    task = router_task(campaign, share)
-    t = task.batch(range(2000)).t
+    t = router_task(campaign, share).batch(range(2000)).t
     assert float((t == 1).float().mean()) == pytest.approx(share, abs=0.03)
     plain = router_task(campaign, 0.0).batch(range(2000)).t
     assert torch.equal(t[t != 1], plain[t != 1])

@@ -124,8 +124,7 @@ def test_writes_are_waited_for_where_the_other_ranks_hear_of_it(
 
     monkeypatch.setattr(ProcessGroup, "each", watched)
     monkeypatch.setattr(state, "_told", waits)
-    train = {"checkpoint_every_s": 0.0}
-    train_run(partitioned(tmp_path / "c", {"train": train}), "expert", 0)
+    train_run(partitioned(tmp_path / "c", {"train": {"checkpoint_every_s": 0.0}}), "expert", 0)
     assert waited.count(True) == 2 and waited.count(False) >= 2
 
 

@@ -44,8 +44,7 @@ def test_the_bound_follows_a_loss_that_rises_slowly() -> None:
 
 
 def test_a_wide_spread_is_no_spike() -> None:
-    guard = settled(noise=0.5)
-    assert guard.admits(2.5, 1.0)
+    assert settled(noise=0.5).admits(2.5, 1.0)
 
 
 def test_it_gives_up_when_steps_in_a_row_are_left_out() -> None:

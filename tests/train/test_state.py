@@ -179,8 +179,7 @@ def test_a_checkpoint_that_the_log_does_not_name_does_not_exist(store: Store) ->
 
 
 def test_other_settings_are_refused(store: Store) -> None:
-    state = fresh()
-    save(store, held(store), state)
+    save(store, held(store), fresh())
     other = fresh(seed=3)
     before = blobs(other)
     with pytest.raises(ConfigError, match="was made with other settings: restore them, or remove "):
@@ -278,8 +277,7 @@ def test_a_milestone_at_a_step_that_was_just_saved_is_kept(store: Store) -> None
 def test_leavings_of_earlier_holders_go_too(store: Store) -> None:
     held(store, "dead")
     store.put("checkpoints/00000007-dead/weights.safetensors", b"half")
-    state = fresh()
-    save(store, held(store, "b"), state)
+    save(store, held(store, "b"), fresh())
     assert folders(store) == {"00000000-b"}
 
 

@@ -29,18 +29,15 @@ def test_the_student_waits_for_what_it_learns_from(copy: Path) -> None:
 
 def test_a_routed_student_waits_for_the_router_too(tmp_path: Path) -> None:
     campaign = partitioned(tmp_path / "c", {"student": {"stock": False, "teacher": "routed"}})
-    placed = plan_jobs(campaign, "slurm")
-    jobs = {one.name: one for one in placed}
+    jobs = {one.name: one for one in plan_jobs(campaign, "slurm")}
     assert jobs["student"].needs == ("expert 0", "expert 1", "router")
     assert "student" not in jobs["assemble"].needs  # the ensemble does without
 
 
 def test_status_and_plan_show_it(copy: Path, run: Run) -> None:
-    status = Observer(Campaign.open(copy)).read()
-    (student,) = [run for run in status.runs if run.role == "student"]
+    (student,) = [run for run in Observer(Campaign.open(copy)).read().runs if run.role == "student"]
     assert student.state == "waiting" and student.steps == 40 and student.batch == 4
-    answer = run("plan", copy, "--json")
-    plan = json.loads(answer.out)
+    plan = json.loads(run("plan", copy, "--json").out)
     monolith = plan["monolith"]["train_flops"]
     assert plan["student"]["train_flops"] / monolith == pytest.approx(0.337, abs=0.005)
     assert plan["student"]["memory"]["beside"] == 2 * 4 * plan["student"]["parameters"]

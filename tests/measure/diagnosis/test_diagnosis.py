@@ -205,8 +205,7 @@ def errors_of(
 
 def test_constant_experts_have_the_errors_of_arithmetic() -> None:
     """Targets 1 and 2 and 0.5; experts that say 1, 2 and 4; a router that knows the same of all."""
-    p = [0.5, 0.3, 0.2]
-    ensemble = Bank([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed(p))
+    ensemble = Bank([Constant(1.0), Constant(2.0), Constant(4.0)], Fixed([0.5, 0.3, 0.2]))
     tables = errors_of(ensemble, Constant(0.0), rows([0, 1, 0, 1], [1.0, 2.0, 1.0, 2.0]), [2, 2, 1], config())
     for expert, cluster, error in ((0, 0, 0), (1, 0, 1), (2, 0, 9), (0, 1, 1), (1, 1, 0), (2, 1, 4)):
         for t in (0.25, 1.0, "mean"):
