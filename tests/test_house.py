@@ -42,13 +42,13 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_070,
-    "measure": 4_062,
+    "core": 25_043,
+    "measure": 4_059,
     "report": 1_689,
     "export": 1_749,
     "serve": 1_506,
-    "curate": 2_707,
-    "tests": 34_131,
+    "curate": 2_689,
+    "tests": 34_092,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
     "tour": 4_803,

@@ -163,6 +163,21 @@ class TestSourceContract:
             open_source(place, {"caption": "captoin"})
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "locked").mkdir(parents=True)
+    pq.write_table(table("fluent"), tmp_path / "a" / "0.parquet")
+    scandir = os.scandir
+
+    def denied(path: str) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(DataError, match="a/locked: Permission denied: check its permissions"):
+        open_source(tmp_path / "a")
+
+
 def test_nothing_is_guessed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for text in ["", "glyph", str(tmp_path / "missing"), str(tmp_path / "notes.txt")]:

@@ -99,6 +99,7 @@ def test_a_name_with_numbers_leads_back(name: str) -> None:
     [
         ("ddpm-linear(1000)", r"is no schedule: write ddpm-linear\(steps, first_beta, last_beta\)"),
         ("ddpm-linear(1000, a, b)", "is no schedule: write"),
+        ("ddpm-linear(1000, 0.0001, 0.02", "is no schedule: write"),
         ("ddpm-cosine(1000, 0.1, 0.2)", r"write ddpm-cosine\(steps\)"),
         ("vp-cosine(3)", "is no schedule: write vp-cosine"),
         ("ddpm-linear(1000, 0.0, 0.02)", r"use 2 levels or more and betas in \(0, 1\)"),

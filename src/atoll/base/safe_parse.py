@@ -1,10 +1,11 @@
-"""Plain data from JSON and YAML that nobody vouches for: bounded in size and depth, and nothing is run."""
+"""Files, JSON and YAML that nobody vouches for: bounded, nothing is run, and an error is one line."""
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import yaml
 from pydantic import AfterValidator
@@ -91,6 +92,18 @@ def read_text(path: Path, most: int = LARGEST) -> str:
         return read_bytes(path, most).decode("utf-8-sig")  # editors of Windows begin with a mark
     except UnicodeDecodeError:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
+
+
+def unreadable(error: OSError) -> NoReturn:
+    """`DataError` in one line for a file or folder that cannot be read."""
+    raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions") from None
+
+
+def files_below(folder: Path, suffixes: Collection[str]) -> list[Path]:
+    """The files below a folder whose names end so, by path; `DataError` where a folder cannot be read."""
+    walked = os.walk(folder, onerror=unreadable)
+    paths = (Path(base, name) for base, _, names in walked for name in names)
+    return sorted(path for path in paths if path.suffix.lower() in suffixes and path.is_file())
 
 
 def _normalised(path: str) -> str:

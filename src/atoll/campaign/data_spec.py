@@ -107,7 +107,7 @@ def data_spec(campaign: Campaign, rows: int | None = None) -> DataSpec:
             # A few shards: to count the captions of all would mean to read the whole data set.
             some = sorted({number * shards // LOOKED_AT for number in range(LOOKED_AT)})
             distinct = [{caption for row in captions_of(dataset, shard) for caption in row} for shard in some]
-            count = sum(map(len, distinct))
+            count = max(1, sum(map(len, distinct)))  # shards may be left without a row
             captions = round(count * shards / len(some))
             if counted := made_by(dataset, name, training_columns(config)[name]):
                 column = dataset.column(name)

@@ -210,8 +210,9 @@ def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match)
     """Fix the campaign's vocabulary and find its concepts in every caption."""
     dataset = campaign.dataset()
     if path is None:
-        captions = dataset.table(["caption"])["caption"].take(dataset.split("train")).to_pylist()
-        vocabulary = Vocabulary.of_captions(captions, least, match)
+        captions = dataset.table(["caption"])["caption"].to_pylist()
+        train = [captions[row] for row in dataset.split("train")]
+        vocabulary = Vocabulary.of_captions(train, least, match)
     else:
         vocabulary = Vocabulary.of_lines(read_text(path).splitlines(), path.name, match)
     column = concepts.index(dataset, vocabulary)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from atoll.base.errors import DataError
+from atoll.base.safe_parse import files_below, unreadable
 from atoll.base.text import Size
 from atoll.data.settings import BucketConfig
 
@@ -50,7 +51,14 @@ def open_picture(path: Path) -> Image.Image:
     except BadImageError as error:
         raise DataError(f"{path}: {error}", "replace or remove it") from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "check its permissions") from None
+        unreadable(error)
+
+
+def pictures_below(folder: Path) -> list[Path]:
+    """The image files below a folder, by path; `DataError` where there are none."""
+    if not (paths := files_below(folder, SUFFIXES)):
+        raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
+    return paths
 
 
 def upright_size(data: bytes) -> tuple[int, int]:

@@ -239,9 +239,9 @@ def schedule(name: str) -> Schedule:
     plain = _SCHEDULES[base]
     names = [field.name for field in fields(plain)]
     try:
-        given = [float(part) for part in numbers.removesuffix(")").split(",")]
+        given = [float(part) for part in numbers[:-1].split(",")]
         values = dict(zip(names, given, strict=True))
-        if values["steps"] > MOST_LEVELS or values["steps"] % 1:  # infinity and NaN have a remainder too
+        if numbers[-1:] != ")" or values["steps"] > MOST_LEVELS or values["steps"] % 1:  # NaN has a remainder
             raise ValueError
         discrete = replace(plain, **{**values, "steps": int(values["steps"])})
         assert isinstance(discrete, Discrete)

@@ -22,7 +22,7 @@ from atoll.base.hashing import digest, digest_strings, sha256
 from atoll.base.rng import generator
 from atoll.data.columns import some_rows
 from atoll.data.dataset import DataSet
-from atoll.data.decode import SUFFIXES, open_picture
+from atoll.data.decode import open_picture, pictures_below
 from atoll.encoders.vision import ClipEncoder, VisionEncoder
 from atoll.measure.same_noise import SavedSamples
 from atoll.measure.shards import FEW, ShardedRows, cut
@@ -87,10 +87,7 @@ class Folder:
             what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
             raise DataError(what, "give a folder of images")
         self.about = {"rounding": "8-bit files"}
-        paths = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-        self.folder, self.files = folder, sorted(paths)
-        if not self.files:
-            raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
+        self.folder, self.files = folder, pictures_below(folder)
 
     def __len__(self) -> int:
         return len(self.files)

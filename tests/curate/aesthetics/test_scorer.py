@@ -112,7 +112,9 @@ def test_the_language_models_score_is_that_of_its_level():
         assert float(said) == pytest.approx(float(worth), abs=1e-6)
 
 
-def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels: Labels, tmp_path: Path):
+def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(
+    labels: Labels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     scorer = Scorer(SCALE, BACKBONE)
     done = scorer.fit(labels, Training(epochs=40, batch=32))
     assert done["rows"] == 72 and done["rows with the whole alone"] == 36 and done["groups"] == 12
@@ -129,7 +131,10 @@ def test_a_scorer_learns_what_it_sees_and_scores_alike_when_it_is_loaded(labels:
     assert torch.allclose(scorer.scores(seen[:1]), scores[:1], atol=1e-5)
     (tmp_path / "p").mkdir()
     seen[0].save(tmp_path / "p" / os.fsdecode(b"\xff.png"))
+    (tmp_path / "p" / "cut.png").write_bytes((tmp_path / "p" / os.fsdecode(b"\xff.png")).read_bytes()[:99])
     score_folder(again, tmp_path / "p", tmp_path / "scores")
+    said = capsys.readouterr().out
+    assert "1 picture:" in said and "left out 1, the first for:" in said and "cut.png" in said
     assert pq.read_table(tmp_path / "scores")["image"].to_pylist() == ["\\udcff.png"]
 
 
@@ -198,6 +203,7 @@ def test_a_scale_that_is_no_tree_is_refused():
         ("cycle", [("a", "b"), ("b", "a"), ("c", None)]),
         ("which is no dimension", [("a", "b"), ("c", None)]),
         ("stands twice", [("a", None), ("a", None)]),
+        ("'image' is another column", [("image", None)]),
         ("exactly one", [("a", None), ("b", None)]),
     ):
         dimensions = [{"name": name, "parent": parent} for name, parent in tree]

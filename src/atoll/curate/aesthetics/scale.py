@@ -54,6 +54,8 @@ class Scale(Config):
         names = self.names
         if len(set(names)) != len(names):
             raise ValueError("a dimension stands twice")
+        if taken := {"id", "image", "group", "scores"} & {*names}:
+            raise ValueError(f"{min(taken)!r} is another column of tables of labels or scores")
         parents = {d.name: d.parent for d in self.dimensions}
         for name, parent in parents.items():
             if parent is not None and parent not in parents:

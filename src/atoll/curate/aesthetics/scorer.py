@@ -4,20 +4,22 @@ After HumanAesExpert (Liao et al. 2025, arXiv 2503.23907): a score of the whole,
 vote on three of them. Widths, activations and the vote's form are not published; these are ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
-from atoll.curate.aesthetics.readers import VLM, Pictures, reader
+from atoll.curate.aesthetics.readers import VLM, reader
 from atoll.curate.aesthetics.scale import Labels, Scale
 from atoll.store.manifest import Published, read_file, write_file
 from atoll.store.store import Store
@@ -146,11 +148,14 @@ class Scorer(nn.Module):
         return read.loss, mse_loss(scored[known], right[known])
 
     @torch.inference_mode()
-    def scores(self, pictures: Pictures) -> Tensor:
-        """Scores `(B, 3 + N)` of pictures, in the order of `columns`, each in [0, 1]."""
-        three, dimensions = self._three(self.reader.look(pictures))
-        scores: Tensor = torch.cat([three[:, :2], self.voter(three)[:, None], dimensions], dim=1)
-        return scores.clamp(0, 1).cpu()
+    def scores(self, pictures: Iterable[Image.Image]) -> Tensor:
+        """Scores `(B, 3 + N)` of pictures, in the order of `columns`, each in [0, 1]; few lie in memory."""
+        parts, rest = [torch.zeros(0, len(self.columns))], iter(pictures)
+        while some := [*islice(rest, BATCH)]:
+            three, dimensions = self._three(self.reader.look(some))
+            scores = torch.cat([three[:, :2], self.voter(three)[:, None], dimensions], dim=1)
+            parts.append(scores.clamp(0, 1).cpu())
+        return torch.cat(parts)
 
     def _three(self, seen: Any) -> tuple[Tensor, Tensor]:
         whole, every = self.reader(seen, True), self.reader(seen, False)

@@ -1,16 +1,15 @@
 """The stages of aesthetics: train a scorer, score rows and folders, compare scores with people's."""
 
 import math
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from atoll.base.console import Progress, say
@@ -19,14 +18,15 @@ from atoll.base.hashing import sha256
 from atoll.base.part import Part
 from atoll.base.table import Column as TableColumn
 from atoll.base.table import Table, text
+from atoll.base.text import many
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
 from atoll.curate.aesthetics.scale import Labels
-from atoll.curate.aesthetics.scorer import BATCH, HEADS, Scorer, Training
+from atoll.curate.aesthetics.scorer import HEADS, Scorer, Training
 from atoll.curate.concepts import numeric, read_table
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
-from atoll.data.decode import SUFFIXES, open_picture
+from atoll.data.decode import open_picture, pictures_below
 from atoll.data.formats import clean
 from atoll.data.job import ColumnJob
 from atoll.store.store import Store
@@ -60,8 +60,7 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None 
     dataset, names = campaign.dataset(), [*scorer.columns]
 
     def compute(shard: int) -> dict[str, Tensor]:
-        pictures = dataset.iter_images(shard)  # a few at a time: whole shards of large ones fill the memory
-        return {"values": torch.cat([*map(scorer.scores, iter(lambda: [*islice(pictures, BATCH)], []))])}
+        return {"values": scorer.scores(dataset.iter_images(shard))}
 
     producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
     producer["sensitive"] = [d.name for d in file.scale.dimensions if d.sensitive]
@@ -142,29 +141,38 @@ def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[A
 
 
 def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
-    """Write the scores of all pictures below a folder as parquet: `image` and a column for each score."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not paths:
-        raise DataError(f"{folder} holds no images", f"known are {', '.join(sorted(SUFFIXES))}")
+    """Score the pictures below a folder into a parquet file: `image` and each score; broken ones stay out."""
+    paths = pictures_below(folder)
     if not out.parent.is_dir() or out.is_dir():
         raise DataError(f"{out} cannot be written", "give a file in a folder that exists")
-    progress, parts = Progress("scores", len(paths), unit="pictures"), []
-    for first in range(0, len(paths), BATCH):
-        parts.append(scorer.scores([open_picture(path) for path in paths[first : first + BATCH]]))
-        progress(min(first + BATCH, len(paths)))
-    values = torch.cat(parts).numpy()
+    progress, images = Progress("scores", len(paths), unit="pictures"), list[str]()
+    unreadable: list[DataError] = []
+
+    def readable() -> Iterator[Image.Image]:
+        for number, path in enumerate(paths, 1):
+            try:
+                picture = open_picture(path)
+            except DataError as error:
+                unreadable.append(error)
+            else:
+                images.append(clean(str(path.relative_to(folder))))
+                yield picture
+            progress(number)
+
+    values = scorer.scores(readable()).numpy()
+    if not images:
+        raise unreadable[0]
     columns = {name: values[:, number] for number, name in enumerate(scorer.columns)}
-    images = [clean(str(path.relative_to(folder))) for path in paths]
     pq.write_table(pa.table({"image": images, **columns}), out)
-    say(f"{len(paths):,} pictures: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}")
+    left = f"; left out {len(unreadable):,}, the first for: {unreadable[0]}" if unreadable else ""
+    say(f"{many(len(images), 'picture')}: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}{left}")
 
 
 def evaluate_stage(
     scorer: Scorer, labels: Labels, training: Mapping[str, Any], out: str | None = None
 ) -> dict[str, dict[str, float]]:
     """How a scorer agrees with people, by head and dimension; printed, and written for the report."""
-    parts = [range(first, min(first + BATCH, len(labels))) for first in range(0, len(labels), BATCH)]
-    scores = torch.cat([scorer.scores([labels.open(row) for row in part]) for part in parts])
+    scores = scorer.scores(map(labels.open, range(len(labels))))
     agreements = {}
     for number, name in enumerate(scorer.columns):
         right = labels.scores[:, scorer.scale.root if number < len(HEADS) else number - len(HEADS)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from atoll.base.errors import DataError
+from atoll.base.safe_parse import files_below
 from atoll.store.location import is_url
 from atoll.store.ranges import BUFFER
 from atoll.store.store import Store
@@ -69,7 +70,7 @@ def find_files(location: str | Path, suffix: str) -> Files:
         return Files(store.location, states, open_remote, not named)
     path, wanted = Path(text), None
     if path.is_dir():
-        names = [file.relative_to(path).as_posix() for file in path.rglob(f"*{suffix}")]
+        names = [file.relative_to(path).as_posix() for file in files_below(path, (suffix,))]
     else:
         # A file that is there is meant as it is called, even where its name looks like a pattern.
         wanted = [path.name] if path.exists() else _expanded(path.name)

@@ -15,7 +15,7 @@ from stat import S_ISREG
 from typing import Any
 
 from atoll.base.errors import DataError
-from atoll.base.safe_parse import read_json
+from atoll.base.safe_parse import read_json, unreadable
 from atoll.data.decode import SUFFIXES, BadImageError
 from atoll.data.formats import Reject, clean
 from atoll.data.settings import RowOptions
@@ -46,7 +46,7 @@ class FolderSource(Source):
             raise DataError(what, "give a folder of images with captions")
         self.folder, self.options = folder, options or RowOptions()
         files, linked = list[Path](), list[Path]()
-        for base, folders, names in os.walk(folder, onerror=_unreadable):
+        for base, folders, names in os.walk(folder, onerror=unreadable):
             # In place: os.walk goes on from this very list, and not into links.
             folders[:] = [name for name in folders if not name.startswith(".")]
             linked += [path for name in folders if (path := Path(base, name)).is_symlink()]
@@ -178,17 +178,13 @@ class FolderSource(Source):
         return clean(path.relative_to(self.folder).as_posix())
 
 
-def _unreadable(error: OSError) -> None:
-    raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions")
-
-
 def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
     rows: list[tuple[int, Row]] = []
     try:
         # Split as bytes: str.splitlines would cut captions at U+2028 and the like.
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
-        _unreadable(error)
+        unreadable(error)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -220,7 +216,7 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
                 }
                 rows.append((reader.line_num, fields if None not in row else "more fields than columns"))
     except OSError as error:
-        _unreadable(error)
+        unreadable(error)
     except csv.Error as error:
         what = f"{path} is not a readable CSV file ({error})"
         raise DataError(what, "mend it or write metadata.jsonl") from None
