@@ -111,7 +111,8 @@ APART_ONCE = [
     ("equal compute", (*SLOWER, *FAST, "budget.compute=equal")),
     ("random clusters", (*SLOWER, *FAST, "partition.method=random")),
 ]
-WIDE = (*ALONE, "train.lr=0.001", "network.heads=6", *FAST, *KEPT)
+THREE_TIMES = ("train.lr=0.001", "network.heads=6", *FAST)
+"""The width, with the rate of a single network of it."""
 ENTRIES = [
     *(single(batch, rate, 100_000, *LONG, seeds=(0,), name="single, bf16") for batch, rate in BATCHES),
     single(8, 0.002, N, *KEPT),
@@ -124,7 +125,8 @@ ENTRIES = [
     replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),
-    islands(f"{APART}, bf16, 192 channels", 597_089, *WIDE, seeds=ONE),
+    islands(f"{APART}, bf16, 192 channels", 597_089, *ALONE, *THREE_TIMES, *KEPT, seeds=ONE),
+    islands(f"{SHARED}, bf16, 192 channels", 597_089, *JOINT, *THREE_TIMES, *WEAK, seeds=ONE),
     islands(f"{SHARED}, a student from scratch, bf16", N, *JOINT, *FAST, *WEAK, TAUGHT),
     single(8, 0.002, N, *KEPT, *LONG, name="single, bf16"),
     single(32, 0.004, N, *KEPT, *LONG, name="single, bf16"),
