@@ -89,16 +89,16 @@ def test_what_takes_the_machine_runs_alone_the_longest_first(tmp_path: Path) -> 
     assert len(times(tmp_path)) == 7 and most_at_once(times(tmp_path)) == 1
 
 
-def test_a_failure_names_the_job_and_stops_the_others(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
+def test_a_failure_names_its_job_and_stops_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "cores", lambda: 2)
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
     patient = (
         "import signal, sys, time, pathlib\n"
         f"def leave(*_): pathlib.Path({str(saved)!r}).write_text('x'); sys.exit(75)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)"
+        f"signal.signal(signal.SIGTERM, leave); pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
     )
-    bad = "import sys, time; time.sleep(1); print('error: no such thing'); print(); sys.exit(3)"
+    waits = f"import sys, time, pathlib\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.1)"
+    bad = f"{waits}\nprint('error: no such thing'); print(); sys.exit(3)"
     jobs = [job("patient", patient, work=2), job("bad", bad, work=1)]
     jobs += [job("never", waiting(tmp_path, "never"), needs=("bad",))]
     words = r"^bad ended with code 3 \(error: no such thing\): correct it"
