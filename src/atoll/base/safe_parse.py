@@ -94,16 +94,16 @@ def read_text(path: Path, most: int = LARGEST) -> str:
         raise DataError(f"{path} is no UTF-8 text", "save it as UTF-8") from None
 
 
-def unreadable(error: OSError) -> NoReturn:
-    """`DataError` in one line for a file or folder that cannot be read."""
-    raise DataError(f"cannot read {error.filename}: {error.strerror}", "check its permissions") from None
+def unreadable(why: OSError, path: Path | None = None) -> NoReturn:
+    """`DataError` in one line; with `path`, since only opening a file names it, and reading it does not."""
+    raise DataError(f"cannot read {path or why.filename}: {why.strerror}", "check its permissions") from None
 
 
 def files_below(folder: Path, suffixes: Collection[str]) -> list[Path]:
     """The files below a folder whose names end so, by path; `DataError` where a folder cannot be read."""
-    walked = os.walk(folder, onerror=unreadable)
-    paths = (Path(base, name) for base, _, names in walked for name in names)
-    return sorted(path for path in paths if path.suffix.lower() in suffixes and path.is_file())
+    walked = ((base, name) for base, _, names in os.walk(folder, onerror=unreadable) for name in names)
+    paths = (Path(base, name) for base, name in walked if os.path.splitext(name)[1].lower() in suffixes)
+    return sorted(path for path in paths if path.is_file())
 
 
 def _normalised(path: str) -> str:

@@ -404,7 +404,7 @@ def linear(
     @torch.inference_mode()
     def hits(shard: int) -> list[dict[int, float]]:
         likely = network(unit(np.arange(bounds[shard], bounds[shard + 1]))).sigmoid()
-        return [{int(seen[n]): float(row[n]) for n in torch.where(row >= FLOOR)[0]} for row in likely]
+        return [dict(zip(seen[p >= FLOOR].tolist(), p[p >= FLOOR].tolist(), strict=True)) for p in likely]
 
     settings = {"name": "linear", "features": column.meta.producer, "epochs": epochs, "least": least}
     settings |= {"hits": text.meta.producer, "train": sha256(train.tobytes())}

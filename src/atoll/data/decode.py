@@ -51,7 +51,7 @@ def open_picture(path: Path) -> Image.Image:
     except BadImageError as error:
         raise DataError(f"{path}: {error}", "replace or remove it") from None
     except OSError as error:
-        unreadable(error)
+        unreadable(error, path)
 
 
 def pictures_below(folder: Path) -> list[Path]:

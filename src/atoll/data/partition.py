@@ -40,7 +40,7 @@ class Partition:
     about: PartitionFile
     clusters: Rows
     centroids: Features  # (K, D), empty unless the method is `kmeans`
-    prices: Features  # added to squared distances (K,), empty unless clusters are held to shares
+    prices: NDArray[np.float32]  # added to squared distances (K,), empty unless clusters are held to shares
 
     @property
     def k(self) -> int:
@@ -273,7 +273,7 @@ def contact_sheet(partition: Partition, dataset: DataSet, number: int, cells: in
     return png(grid(pictures, columns=12, scale=max(1, 48 // pictures[0].width)))
 
 
-def _hash(about: PartitionFile, clusters: Rows, centroids: Features, prices: Features) -> str:
+def _hash(about: PartitionFile, clusters: Rows, centroids: Features, prices: NDArray[np.float32]) -> str:
     # Without what a cut does not use, so that a new field leaves the hashes of cuts without it as they were.
     decided: dict[str, Any] = {**about.header(), **about.model_dump(include=HASHED)}
     decided |= {"weights": about.weights} if about.weights else {}
@@ -283,7 +283,7 @@ def _hash(about: PartitionFile, clusters: Rows, centroids: Features, prices: Fea
     return digest({**decided, **arrays})
 
 
-def _nearest(features: Column, centroids: Features, prices: Features) -> Rows:
+def _nearest(features: Column, centroids: Features, prices: NDArray[np.float32]) -> Rows:
     """Cluster of every row; memory does not grow with the features."""
     numbers = np.empty(len(features), dtype=np.int64)
     for rows, values in features.blocks(np.arange(len(features)), _CHUNK):

@@ -184,7 +184,7 @@ def _read_jsonl(path: Path) -> list[tuple[int, Row]]:
         # Split as bytes: str.splitlines would cut captions at U+2028 and the like.
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
-        unreadable(error)
+        unreadable(error, path)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -216,7 +216,7 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
                 }
                 rows.append((reader.line_num, fields if None not in row else "more fields than columns"))
     except OSError as error:
-        unreadable(error)
+        unreadable(error, path)
     except csv.Error as error:
         what = f"{path} is not a readable CSV file ({error})"
         raise DataError(what, "mend it or write metadata.jsonl") from None
