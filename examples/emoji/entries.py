@@ -91,7 +91,7 @@ def single(
 
 
 def wider(heads: int, rate: float, images: int) -> Entry:
-    """One network of more channels, 32 a head, for the FLOPs of one of two heads that sees more images."""
+    """One network of more channels, 32 a head, for the FLOPs of one of three heads that sees more images."""
     sets = (f"network.heads={heads}", *KEPT, *LONG)
     return single(8, rate, images, *sets, seeds=ONE, name=f"single, bf16, {32 * heads} channels")
 
@@ -104,14 +104,14 @@ def islands(name: str, images: int, *more: str, seeds: tuple[int, ...] = FRESH) 
 
 N, LONGEST = 400_000, 160 * EPOCH
 WIDER = ((4, 0.002, 232_791), (6, 0.002, 107_174), (4, 0.0015, 1_296_924), (6, 0.001, 597_089))
-"""Heads, rate and images: the first two cost as much as 29 epochs of two heads, the others as 160."""
+"""Heads, rate and images: the first two cost as much as 29 epochs of three heads, the others as 160."""
 QUARTER = ("budget.pretrain=0.25", *FAST, *KEPT, "sampling.guide_share=0.5")
 APART_ONCE = [
     ("rate 0.001", (*ALONE, "train.lr=0.001", *FAST, *KEPT)),
     ("equal compute", (*SLOWER, *FAST, "budget.compute=equal")),
     ("random clusters", (*SLOWER, *FAST, "partition.method=random")),
 ]
-THREE_TIMES = ("train.lr=0.001", "network.heads=6", *FAST)
+TWICE = ("train.lr=0.001", "network.heads=6", *FAST)
 """The width, with the rate of a single network of it."""
 ENTRIES = [
     *(single(batch, rate, 100_000, *LONG, seeds=(0,), name="single, bf16") for batch, rate in BATCHES),
@@ -125,8 +125,8 @@ ENTRIES = [
     replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),
-    islands(f"{APART}, bf16, 192 channels", 597_089, *ALONE, *THREE_TIMES, *KEPT, seeds=ONE),
-    islands(f"{SHARED}, bf16, 192 channels", 597_089, *JOINT, *THREE_TIMES, *WEAK, seeds=ONE),
+    islands(f"{APART}, bf16, 192 channels", 597_089, *ALONE, *TWICE, *KEPT, seeds=ONE),
+    islands(f"{SHARED}, bf16, 192 channels", 597_089, *JOINT, *TWICE, *WEAK, seeds=ONE),
     islands(f"{SHARED}, a student from scratch, bf16", N, *JOINT, *FAST, *WEAK, TAUGHT),
     single(8, 0.002, N, *KEPT, *LONG, name="single, bf16"),
     single(32, 0.004, N, *KEPT, *LONG, name="single, bf16"),
