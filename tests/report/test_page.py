@@ -150,6 +150,7 @@ def test_a_run_on_its_way_says_how_far_it_is(builder: Builder):
     kept = [line for line in builder.store.get(key).decode().splitlines() if "validation" not in line]
     builder.store.put(key, "\n".join(kept).encode())
     Page.of(builder).is_as_recorded("on-its-way")
+    assert "Compactness" not in Page.of(builder.partition(inertia={"clusters": 0.0, "random": 0.0})).text()
 
 
 def test_without_a_monolith_there_are_no_ratios(whole: Builder):

@@ -8,7 +8,7 @@ from atoll.base.text import ratio, round_sig
 from atoll.campaign.diagnosed import Diagnosis
 from atoll.campaign.measured import BASE
 from atoll.campaign.roles import RUNS
-from atoll.report.charts import Chart, Series, by_time, model_styles
+from atoll.report.charts import Chart, Series, by_time, model_name, model_styles
 from atoll.report.facts import Facts, Point, pixelated
 
 SPLITS = {"heldout": "held-out rows", "train": "training rows"}
@@ -253,7 +253,7 @@ def sampling(facts: Facts) -> dict[str, Any] | None:
 
     def lines(names: Sequence[str], table: str, column: str) -> list[Series]:
         styles = model_styles(names)
-        return [_line(diagnosis, name, styles[name], table, column, strategy=name) for name in names]
+        return [_line(diagnosis, model_name(n), styles[n], table, column, strategy=n) for n in names]
 
     def by_expert(table: str, number: str) -> dict[Any, dict[str, Any]]:
         rows: dict[Any, dict[str, Any]] = {}
