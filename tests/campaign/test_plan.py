@@ -194,12 +194,8 @@ def test_what_does_not_fit_says_what_would(run: Run, tmp_path: Path) -> None:
     folder = write_campaign(tmp_path / "c", {"network": {"heads": 8, "head_width": 64, "depth": 4}})
     campaign = Campaign.open(folder)
     counted = denoiser_footprint(campaign.config.network, data_spec(campaign).shape, bf16=True)
-    alone, shared = (
-        mode(counted, 1, 1, False, True).total / 2**30,
-        min(
-            mode(counted, 4, 1, True, True, True).total / 2**30, mode(counted, 4, 4, True, True).total / 2**30
-        ),
-    )
+    alone = mode(counted, 1, 1, False, True).total / 2**30
+    shared = min(mode(counted, 4, 1, True, True, True).total, mode(counted, 4, 4, True, True).total) / 2**30
     table = tmp_path / "table.yaml"
 
     def write(**memory: float) -> None:
@@ -240,6 +236,9 @@ def test_drawing_takes_the_networks_that_stay_and_a_batch_at_guidance() -> None:
     )
     assert wide["plain"] - OVERHEAD == pytest.approx(2 * (weights + 128 * image))
     assert unguided["plain"] - OVERHEAD == pytest.approx(weights + 64 * image)
+    for scales in ({"guidance": 2.0}, {"guidances": [1.0, 3.0]}):  # of `compare` alone
+        guided = planned([100, 300], sampling={"guidance": 1.0}, student={"stock": False}, compare=scales)
+        assert (guided.drawing[0]["plain"], guided.drawing[-1]) == (unguided["plain"], plan.drawing[-1])
     one = {"residency": {"experts": 1, "prefetch": False}}
     assert planned([100, 300], sampling=one).drawing[0]["state"] == weights - 2 * expert.footprint.parameters
 

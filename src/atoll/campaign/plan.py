@@ -313,7 +313,8 @@ def drawing(
     sizes = {run: mine for run, (mine, _) in weights.items()}
     experts = [sizes[run] for run in costs if run.expert is not None]
     image = width / 2 * max(cost.footprint.drawing for cost in costs.values())
-    image *= 1 + (config.condition != "none" and config.sampling.guidance != 1)
+    second = config.condition != "none" and not config.network.guidance  # branch, at a scale other than 1
+    compared = {config.sampling.with_(guidance=config.compare.guidance).guidance, *config.compare.guidances}
     encoder = text_parameters(config.data.text_encoder) if config.condition == "text" else 0
     shared = OVERHEAD + DECODING * (config.data.vae != "none") + WEIGHTS * (encoder or 0)
     changed = max(other for _, other in weights.values())
@@ -325,7 +326,8 @@ def drawing(
             # `compare` keeps the single networks that it has measured.
             held = sum(sizes[run] for run in single if stage == "compare" or run.role not in BESIDE)
             held += changed + (max(experts) * places if places else sum(experts))
-            total = held + image * count + shared
+            guided = second and (compared if stage == "compare" else {config.sampling.guidance}) != {1.0}
+            total = held + image * count * (1 + guided) + shared
             how = f"{places or k} experts: {total / 2**30:.1f}" if total <= memory else "DOES NOT FIT"
             rows.append({"run": stage, "batch": count, "state": held, "plain": total, "how_it_runs": how})
         ways.append(rows)
