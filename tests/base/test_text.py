@@ -30,6 +30,7 @@ from atoll.base.text import (
         (size, 999_800_000, "1 GB"),
         (flops, 1.274e12, "1.27 TFLOPs"),
         (flops, 5_000, "5,000 FLOPs"),
+        (flops, 999.96e9, "1.00 TFLOPs"),
         (partial(flops, like=1e12), 5e9, "0.00500 TFLOPs"),
         (partial(many, noun="image"), 1, "1 image"),
         (partial(many, noun="image"), 2_000, "2,000 images"),

@@ -59,11 +59,9 @@ def flops(value: float | None, like: float | None = None) -> str:
     """Operations in all, not per second: `1.27 TFLOPs`; in the unit of `like`, so that a column has one."""
     if value is None:
         return NONE
-    scale = value if like is None else like
-    for unit, name in _DECIMAL:
-        if scale >= unit:
-            return f"{round_sig(value / unit)} {name}FLOPs"
-    return f"{value:,.0f} FLOPs"
+    scale = float(f"{value if like is None else like:.2e}")  # as in `_scaled`: 999,960 M is 1 T
+    unit, name = next(((unit, name) for unit, name in _DECIMAL if scale >= unit), (1.0, ""))
+    return f"{round_sig(value / unit) if name else f'{value:,.0f}'} {name}FLOPs"
 
 
 def duration(seconds: float | None) -> str:
