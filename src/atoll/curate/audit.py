@@ -301,5 +301,5 @@ def _write(store: Store, counts: ConceptCounts) -> None:
     if counts.comparable:
         comparable, misaligned = sum(counts.comparable), sum(counts.misaligned)
         what = f"misaligned: {misaligned:,} of {comparable:,} rows with concepts in caption and picture have"
-        say(f"{what} none in common ({misaligned / max(1, int(rows.sum())):.2%} of all rows)")
+        say(f"{what} none in common ({misaligned / max(1, int(rows.sum())):.2%} of all training rows)")
     say(f"wrote {store.name(TABLE)} and .json")
