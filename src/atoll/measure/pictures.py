@@ -24,13 +24,13 @@ from atoll.data.columns import some_rows
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture, pictures_below
 from atoll.encoders.vision import ClipEncoder, VisionEncoder
+from atoll.measure.metrics.projection import must_be_finite
 from atoll.measure.same_noise import SavedSamples
 from atoll.measure.shards import FEW, ShardedRows, cut
 from atoll.model.dispatch import Trace
 from atoll.store.store import Store
 
 F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 SPLITS = {"heldout": "held-out", "test": "test", "train": "training"}
 AT_ONCE = 64
 """Pictures that an extractor sees at once, however they are drawn."""
@@ -262,12 +262,13 @@ def extraction(
 
 
 def encoded(encoder: VisionEncoder, pictures: Sequence[Image.Image], count: int) -> F32:
-    """Features of some pictures out of `count`."""
+    """Features of some pictures out of `count`; `DataError` where one is not finite."""
     parts = [pictures[first : first + AT_ONCE] for first in range(0, len(pictures), AT_ONCE)]
     # Few rows round otherwise than many: no shard ends in fewer than a whole run would.
     filled = [[*part, *[part[-1]] * (min(FEW, count) - len(part))] for part in parts]
     both = zip(filled, parts, strict=True)
-    return np.concatenate([encoder.encode(some).numpy()[: len(part)] for some, part in both])
+    features = np.concatenate([encoder.encode(some).numpy()[: len(part)] for some, part in both])
+    return must_be_finite(features).astype(np.float32)
 
 
 def _chunks(batches: Iterable[Batch]) -> Iterator[tuple[list[int], list[Image.Image], list[str]]]:

@@ -175,8 +175,7 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None =
             raise ConfigError(f"{seen[seed]} and {place} are both of seed {seed}", "give each seed once")
         seen[seed] = place
         differs = _differences(first.config, campaign.config) - set(OWN)
-        compared = _differences(first.config.compare, campaign.config.compare)
-        differs |= {f"compare.{name}" for name in compared}
+        differs |= {f"compare.{name}" for name in _differences(first.config.compare, campaign.config.compare)}
         if differs:
             what = f"{place} differs from {first.store.location} in more than its seed"
             raise ConfigError(f"{what}: {', '.join(sorted(differs))}", "compare it by itself")

@@ -88,7 +88,7 @@ def kid(
             for rows, which in ((samples, "samples"), (reference, "reference"))
         )
         values.append(_mmd(samples, reference, _polynomial, one, other, unbiased=True, device=device))
-    return Value(float(np.mean(values)), None if any(whole) else float(np.std(values)))
+    return Value(float(np.mean(values)), None if any(whole) or len(values) == 1 else float(np.std(values)))
 
 
 def cmmd(
