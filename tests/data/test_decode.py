@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, features
 
-from atoll.data.decode import BadImageError, decode, is_gray, square
+from atoll.base.errors import DataError
+from atoll.data.decode import BadImageError, decode, is_gray, open_picture, square
+from atoll.data.sources.folder import _read_csv, _read_jsonl
 from helpers_data import saved
 
 
@@ -209,6 +211,14 @@ def test_every_truncation_is_bad_and_none_is_a_crash(kind: str) -> None:
     with pytest.raises(BadImageError) as error:
         decode(data[: len(data) // 2])
     assert error.value.reason == "truncated"
+
+
+@pytest.mark.parametrize("read", [open_picture, _read_csv, _read_jsonl])
+def test_a_file_that_breaks_off_while_it_is_read_is_named(read, tmp_path):
+    """Errors of opening name the file and those of reading do not, as of a process's memory at address 0."""
+    (link := tmp_path / "file").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=f"cannot read {link}: Input/output error"):
+        read(link)
 
 
 def test_square_takes_the_middle() -> None:
