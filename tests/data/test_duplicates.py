@@ -14,7 +14,7 @@ from atoll.campaign.prepare import prepare
 from atoll.data import partition as partitions
 from atoll.data.contents import audit
 from atoll.data.dataset import DataSet
-from atoll.data.duplicates import COLUMN, REASONS, Duplicates, dedupe, fingerprint
+from atoll.data.duplicates import REASONS, Duplicates, dedupe, fingerprint
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.sources.several import open_source
 from atoll.store.store import Store
@@ -84,7 +84,7 @@ def test_copies_encodings_and_sizes_are_found_and_nothing_else(folder: Path) -> 
         "lighter.png": "own-05.png",
     }
     assert found.counts == dict(zip(REASONS, (ORIGINALS + 2, 1, 6, 0), strict=True))
-    assert dataset.column(COLUMN).read(np.arange(len(dataset))).tolist() == found.kept_row.tolist()
+    assert dataset.column("duplicate_of").read(np.arange(len(dataset))).tolist() == found.kept_row.tolist()
     assert sum(len(dataset.split(name)) for name in ("train", "heldout", "test")) == ORIGINALS + 2
     assert audit(dataset) == []
 

@@ -14,6 +14,7 @@ from atoll.networks.cost import Flops, counts, mean
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig, check_sides
+from atoll.store.log import MOST_STEPS
 
 FEW_STEPS = 100
 """Under so many a network has hardly left its initial weights."""
@@ -28,7 +29,7 @@ class RunBudget:
     flops: Flops  # per sample; those of a student's training hold its teachers'
 
     def __post_init__(self) -> None:
-        if self.steps > 10**9 or self.batch > 10**6:
+        if self.steps > MOST_STEPS or self.batch > 10**6:
             what = f"a run would take {self.steps:,} steps of {self.batch:,} samples"
             raise ConfigError(what, "change budget.samples, or the batch (train.batch, student.batch_share)")
 

@@ -21,7 +21,7 @@ from atoll.campaign.runs import Run, RunPlan, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
-from atoll.encoders.registry import JOIN
+from atoll.encoders.registry import EXTRACTORS, JOIN
 from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # they take a second to import, which looking at a campaign d
     from atoll.data.partition import Partition
 
 YAML, FROZEN, STUDENT = "campaign.yaml", "campaign.json", "student/student.json"
-EXTRACTORS = tuple(f"{stage}.extractor" for stage in ("compare", "evaluate", "diagnose"))
-NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder", *EXTRACTORS)
+_JUDGES = tuple(f"{stage}.extractor" for stage in ("compare", "evaluate", "diagnose"))
+NETWORKS = ("data.vae", "data.text_encoder", "data.captioner.model", "partition.encoder", *_JUDGES)
 """Settings that name networks, which may be folders."""
 
 
@@ -344,8 +344,7 @@ def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:
     if isinstance(known, str) and Path(known).parts[-len(tail) :] == tail:
         return known
     # What these mean, whatever folders there are.
-    words = {"", "none", "null", "scratch"}
-    words |= {"efficientnet-lite0", "efficientnet-lite2", "inception", "minilm", "pixels"}
+    words = {"", "none", "null", "scratch", "minilm", *EXTRACTORS}
     there = {n: beside / expanded(n) for n in names if n not in words and exists(beside / expanded(n))}
     return JOIN.join(str(local_path(there[name])) if name in there else name for name in names)
 

@@ -25,13 +25,13 @@ from atoll.data import partition as partitions
 from atoll.data.cluster_map import cluster_map
 from atoll.data.columns import Column
 from atoll.data.dataset import CAPTION, SPLITS, WEIGHTS, DataSet
-from atoll.data.duplicates import COLUMN, dedupe_producer
+from atoll.data.duplicates import dedupe_producer
 from atoll.data.formats import ClusterMap
 from atoll.data.partition import Partition
 from atoll.data.samples import data_shape
 from atoll.data.settings import IngestConfig, features_column
 from atoll.data.subsets import union, write_subset
-from atoll.data.weights import PLAIN, opt_out, producer_of
+from atoll.data.weights import DUPLICATES, PLAIN, opt_out, producer_of
 from atoll.networks.families import parameter_count
 from atoll.networks.pipelines import check_data
 from atoll.networks.settings import DataShape
@@ -63,7 +63,7 @@ def make_islands(campaign: Campaign) -> Partition:
         return partition
     dataset = campaign.dataset()
     how, encoder = config.data.dedupe, config.partition.encoder
-    if how and not made_by(dataset, COLUMN, dedupe_producer(dataset, how, encoder)):
+    if how and not made_by(dataset, DUPLICATES, dedupe_producer(dataset, how, encoder)):
         raise DataError("the data set is not deduplicated as data.dedupe says", "run 'atoll data prepare'")
     columns = island_columns(campaign, dataset)
     features = features_of(campaign, dataset)

@@ -20,14 +20,14 @@ from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import CAPTION
-from atoll.data.duplicates import COLUMN, Duplicates, dedupe, dedupe_producer, fingerprint_job
+from atoll.data.duplicates import Duplicates, dedupe, dedupe_producer, fingerprint_job
 from atoll.data.encode import caption_job, captions_of, check_answers, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
 from atoll.data.sources.files import is_here
 from atoll.data.sources.several import open_sources
-from atoll.data.weights import weigh_sources
+from atoll.data.weights import DUPLICATES, weigh_sources
 from atoll.encoders.image_text import Captioner
 from atoll.encoders.text import text_encoder
 from atoll.encoders.vae import autoencoder
@@ -194,7 +194,7 @@ def prepare_data(
     stale = {name for name, by in wanted_columns(config).items() if not made_by(dataset, name, by)}
     encoded = stale.intersection(training_columns(config))
     how, encoder = config.data.dedupe, config.partition.encoder
-    dedupes = how is not None and not made_by(dataset, COLUMN, dedupe_producer(dataset, how, encoder))
+    dedupes = how is not None and not made_by(dataset, DUPLICATES, dedupe_producer(dataset, how, encoder))
     if stale or dedupes:
         share("prepare")
     if stale - encoded:

@@ -17,6 +17,7 @@ from atoll.data.formats import ColumnMeta, Manifest, PartitionFile
 from atoll.data.settings import features_column
 from atoll.flow.settings import ObjectiveConfig
 from atoll.networks.settings import DataShape
+from atoll.store.log import MOST_STEPS
 from atoll.store.store import Store
 
 if TYPE_CHECKING:  # it imports torch, which status does without
@@ -131,7 +132,7 @@ class RunPlan(File):
     island: int | None = Field(default=None, description="Number of the cluster, for an expert.")
     rows: int = Field(ge=0, le=10**12, description="Training rows.")
     weighted: bool = column("Whether they are drawn in proportion to the column `weights`.", default=False)
-    steps: int = Field(ge=0, le=10**9, description="Optimizer steps.")
+    steps: int = Field(ge=0, le=MOST_STEPS, description="Optimizer steps.")
     batch: int = Field(ge=1, le=10**6, description="Samples per step.")
     partition: str = Field(description="Hash of the partition.")
     seed: int = Field(description="Of order, noise, times and dropout.")

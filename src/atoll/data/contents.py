@@ -19,8 +19,8 @@ from atoll.base.errors import AtollError, DataError
 from atoll.base.text import printable, shorten, size
 from atoll.data.columns import Column
 from atoll.data.dataset import MANIFEST, SPLITS, DataSet, ImageReader, short_hashes
-from atoll.data.duplicates import COLUMN
 from atoll.data.formats import IngestNote, Manifest, Shard, ShardNote
+from atoll.data.weights import DUPLICATES
 from atoll.store.manifest import check_file
 from atoll.store.store import Store
 
@@ -141,7 +141,7 @@ def _look_at_column(summary: Contents, name: str) -> None:
         words = ("to train on", "held out", "to test")
         counts = np.bincount(values[~out], minlength=len(words)).tolist()
         summary.splits = {**dict(zip(words, counts, strict=True)), "of weight 0": int(out.sum())}
-    if name == COLUMN:
+    if name == DUPLICATES:
         counts = np.bincount(column.read(np.arange(len(dataset))).numpy(), minlength=len(dataset))
         summary.duplicates = int((counts == 0).sum()), int(counts.max())
 
@@ -261,7 +261,7 @@ def audit(dataset: DataSet) -> list[str]:
                 values = column.tensors(number)["values"]
                 if values.is_floating_point() and not bool(values.isfinite().all()):
                     problems.append(f"column {column.meta.name!r}, shard {number} holds NaN or infinity")
-        try:
+        with suppress(AtollError):  # a damaged file was named above
             for name in dataset.shard_table(number, ["id"]).column("id").to_pylist():
                 if name in ids:
                     problems.append(f"the id {name!r} occurs more than once")
@@ -274,8 +274,6 @@ def audit(dataset: DataSet) -> list[str]:
                         problems.append(f"a row of the group {group!r} has the split {side}")
                     elif side_of_group.setdefault(group, side) != side:
                         problems.append(f"the group {group!r} lies in two splits")
-        except AtollError:
-            pass  # the damaged file was named above
     for column in columns:
         for name, entry in column.meta.extras.items():
             with noted(f"column {column.meta.name!r}, {name}: "):

@@ -31,7 +31,7 @@ from atoll.data.job import ColumnJob
 from atoll.data.settings import DedupeConfig, IngestConfig, features_column
 from atoll.data.weights import DUPLICATES, leave_duplicates_out
 
-LOOKS, COLUMN = "looks", DUPLICATES
+LOOKS = "looks"
 REASONS = ("kept", "same file", "nearly the same pixels", "nearly the same features")
 """What `Duplicates.reason` counts."""
 SIDE, FINE = 8, 32
@@ -76,7 +76,7 @@ def dedupe(dataset: DataSet, config: DedupeConfig, encoder: str) -> Duplicates:
     if replaced is not None:
         say(f"warning: weights by {replaced} are replaced; write them again")
     # Last: the column says that split and weights are right too.
-    dataset.write_values(COLUMN, dedupe_producer(dataset, config, encoder), duplicates.kept_row)
+    dataset.write_values(DUPLICATES, dedupe_producer(dataset, config, encoder), duplicates.kept_row)
     return duplicates
 
 

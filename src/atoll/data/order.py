@@ -96,8 +96,7 @@ class BucketOrder:
         self.batch, self.seed = batch, seed
         self.id_hash = f"{id_hash}/{hashlib.blake2b(buckets.tobytes(), digest_size=16).hexdigest()}"
         mass = np.ones(len(buckets)) if weights is None else np.asarray(weights, dtype=np.float64)
-        self.members = [np.flatnonzero((buckets == bucket) & (mass > 0)) for bucket in np.unique(buckets)]
-        self.members = [rows for rows in self.members if len(rows)]
+        self.members = [np.flatnonzero((buckets == n) & (mass > 0)) for n in np.unique(buckets[mass > 0])]
         self.masses = np.array([mass[rows].sum() for rows in self.members])
         self.streams = [
             Order(len(rows), seed, f"{self.id_hash}/{number}")

@@ -315,9 +315,8 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
             raise DataError(f"column {name!r} holds no whole number for each row", "choose another")
         values = numbers.read(np.arange(len(dataset))).numpy().astype(np.str_)
     else:
-        names = [*known, *dataset.column_names()]
         what = f"partition.column: {dataset.store.location} has no column {name!r}"
-        raise DataError(what, nearest(name, names))
+        raise DataError(what, nearest(name, [*known, *dataset.column_names()]))
     missing = values == ""
     if name == "label":  # a negative label means none
         missing |= np.char.startswith(values, "-")

@@ -24,6 +24,8 @@ JOIN = " + "
 MOST_LAYERS = 1000
 AUTOENCODERS = ("AutoencoderDC", "AutoencoderKL", "AutoencoderTiny")
 """Of diffusers."""
+EXTRACTORS = ("inception", "efficientnet-lite0", "efficientnet-lite2", "pixels")
+"""Vision networks with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
 TOWERS = {
     "bert": "BertModel",
     "clip": "CLIPTextModel",

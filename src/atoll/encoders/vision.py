@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from atoll.base.errors import ConfigError, extra, first_line, nearest
 from atoll.base.hashing import sha256
-from atoll.encoders.registry import loading, weights_hash
+from atoll.encoders.registry import EXTRACTORS, loading, weights_hash
 from atoll.encoders.text import knows_words
 
-NAMES = ("inception", "efficientnet-lite0", "efficientnet-lite2", "pixels")
-"""Extractors with a name of their own; others are folders or hub names of DINOv2 and CLIP models."""
 FID_WEIGHTS = "6726825d"
 """First digits of the SHA-256 of torch-fidelity's weights of Inception, as their file's name has them."""
 TENSORFLOW = "bilinear without antialiasing, in the network (TensorFlow 1)"
@@ -139,8 +137,8 @@ def extractor(name: str, size: int | None = None, device: str = "cpu") -> Vision
         side = size or 16
         how = lambda x: x / 127.5 - 1, lambda net, x: net(x)
         return VisionEncoder(name, nn.Flatten(), side, 3 * side * side, *how, device, kind="pixels")
-    if "/" not in name and name not in NAMES:
-        known = [*NAMES, "facebook/dinov2-base", "openai/clip-..."]
+    if "/" not in name and name not in EXTRACTORS:
+        known = [*EXTRACTORS, "facebook/dinov2-base", "openai/clip-..."]
         raise ConfigError(f"unknown extractor {name!r}", nearest(name, known))
     if "/" in name:
         import transformers

@@ -20,11 +20,11 @@ from atoll.data.columns import some_rows
 from atoll.data.contents import Contents, Histogram
 from atoll.data.dataset import WEIGHTS
 from atoll.data.decode import BadImageError, decode
-from atoll.data.duplicates import COLUMN
 from atoll.data.formats import ClusterMap, PartitionFile, Reject
 from atoll.data.formats import clean as clean_key
 from atoll.data.sources.record import Record
 from atoll.data.sources.several import open_sources
+from atoll.data.weights import DUPLICATES
 from atoll.model.folder import README
 from atoll.report.facts import Facts, Picture, clean, pixelated
 from atoll.report.page import rendered, write_page
@@ -62,7 +62,7 @@ def write_data_page(campaign: Campaign, contents: Contents, path: Path) -> None:
     rows = [(text, shown) for text, shown in rows if shown]
     pairs = []
     if contents.duplicates is not None:
-        kept = dataset.column(COLUMN).read(np.arange(len(dataset))).numpy()
+        kept = dataset.column(DUPLICATES).read(np.arange(len(dataset))).numpy()
         again = np.flatnonzero(kept != np.arange(len(kept)))
         for row, other in ((row, int(kept[row])) for row in drawn(again, PAIRED)):
             left, right = picture(row), picture(other)

@@ -22,7 +22,7 @@ from atoll.base.format import File
 from atoll.store import local
 from atoll.store.local import machine as _machine
 from atoll.store.local import started as _started
-from atoll.store.log import Entry, Fenced, Log, Process
+from atoll.store.log import MOST_STEPS, Entry, Fenced, Log, Process
 from atoll.store.store import Conflict, Store, check_conditional_create
 
 HEARTBEAT = "heartbeat.json"
@@ -54,7 +54,7 @@ class Heartbeat(File):
     """Seconds since 1970 by that machine's clock; for people only."""
     phase: str = "starting"
     """`starting`, `training`, `validating`, `saving` or `publishing`."""
-    step: int | None = Field(default=None, ge=0, le=10**9)
+    step: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Optimizer steps done."""
     steps: int | None = None
     """Steps of the whole run."""

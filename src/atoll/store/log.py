@@ -23,6 +23,7 @@ from atoll.store.store import Conflict, Store
 
 COMMIT = "COMMIT.json"
 """File of a checkpoint that is written last and makes it real."""
+MOST_STEPS = 10**9  # of the optimizer, in one run
 EntryKind = Literal["acquire", "resume", "commit", "set_aside", "release", "publish", "damaged"]
 
 
@@ -78,9 +79,9 @@ class Entry(File):
     """acquire: CPU threads of a process."""
     ranks: int | None = None
     """acquire: processes."""
-    step: int = Field(default=0, ge=0, le=10**9)
+    step: int = Field(default=0, ge=0, le=MOST_STEPS)
     """resume: step that it went on from; commit, release, publish: steps done."""
-    lost: int = Field(default=0, ge=0, le=10**9)
+    lost: int = Field(default=0, ge=0, le=MOST_STEPS)
     """resume: steps that the process before had done and not saved."""
     checkpoint: str = ""
     """commit, set_aside: folder of the checkpoint, from `run/`."""

@@ -117,12 +117,10 @@ class _Run:
                         self.trackers.open(tracking, self.run, self.log.holder, info)
                     self._steps(stop_requested)
                     self._publish()
-            except Fenced:
-                # The run is another's by now: a release of ours would stand in the log after its acquire, and
-                # look as if that one had left.
-                raise
             except BaseException as error:
-                if self.group.first:
+                # If the run is another's by now, a release of ours would stand in the log after its acquire,
+                # and look as if that one had left.
+                if self.group.first and not isinstance(error, Fenced):
                     failed = {"reason": "failed", "error": str(error) or type(error).__name__}
                     why = {"reason": "left"} if isinstance(error, Interrupted) else failed
                     try:

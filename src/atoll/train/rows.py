@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -260,11 +261,9 @@ class Prefetcher:
             except BaseException as error:  # `next` raises it: an exception in a thread would be lost
                 batch = error
             while not self._stopped.is_set():
-                try:
+                with suppress(queue.Full):
                     self._made.put(batch, timeout=POLL)
                     break
-                except queue.Full:
-                    continue
             if isinstance(batch, BaseException):
                 return
             begin += self.batch
