@@ -1,7 +1,11 @@
 import io
 import multiprocessing
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +26,7 @@ from atoll.data.job import ColumnJob
 from atoll.data.subsets import union, write_subset
 from atoll.store.manifest import write_file
 from atoll.store.store import Store
+from helpers import flip
 
 PRODUCER = {"name": "test", "hash": "1", "scale": 0.5}
 
@@ -61,12 +66,10 @@ def test_fixed_round_trip(glyphs: DataSet, store: Store) -> None:
     column = glyphs.write_column("x", PRODUCER, Counting(glyphs))
     rows = np.array([39, 0, 17, 17, 15, 16, 31, 32, 3])
     values = column.read(rows)
-    assert values.shape == (9, 2, 3)
-    assert values[:, 1, 2].tolist() == rows.tolist()
+    assert values.shape == (9, 2, 3) and values[:, 1, 2].tolist() == rows.tolist()
     assert (column.meta.shape, column.meta.dtype, column.meta.kind) == ([2, 3], "float32", "fixed")
     assert column.meta.producer == PRODUCER
-    assert column.read([]).shape == (0, 2, 3)
-    assert column.read(torch.tensor([5])).shape == (1, 2, 3)
+    assert (column.read([]).shape, column.read(torch.tensor([5])).shape) == ((0, 2, 3), (1, 2, 3))
     assert not [key for key in store.list("glyphs/columns/x") if key.endswith("0.json")]
     stored = safetensors.torch.load_file(store.path("glyphs/columns/x/00000.safetensors"))
     assert stored["values"].shape == (16, 2, 3)
@@ -93,8 +96,7 @@ def test_ragged_round_trip(glyphs: DataSet) -> None:
     assert torch.equal(longer[:, :3], values)
     assert not wide[:, 3:].any()
     short, narrow = column.read_ragged(rows, 2)
-    assert torch.equal(short, values[:, :2])
-    assert torch.equal(narrow, mask[:, :2])
+    assert torch.equal(short, values[:, :2]) and torch.equal(narrow, mask[:, :2])
     assert column.read_ragged([4, 8])[0].shape == (2, 0, 2)
     assert column.read_ragged([])[0].shape == (0, 0, 2)
     assert torch.equal(column.extra("null")["values"], torch.ones(2, 2))
@@ -127,8 +129,7 @@ def test_rows_share_sequences_and_choose_among_several(glyphs: DataSet, store: S
         shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
     assert shapes == {"values": (10, 2), "lengths": (5,), "index": (26,), "choices": (16,)}
     rows = np.array([39, 5, 18, 2, 3, 3, 0])
-    values, mask = column.read_ragged(rows)
-    assert mask.sum(1).tolist() == [4, 1, 3, 0, 3, 3, 1]  # without a draw the first counts
+    assert column.read_ragged(rows)[1].sum(1).tolist() == [4, 1, 3, 0, 3, 3, 1]  # the first counts
     chosen = torch.tensor([0.99, 0.5, 0.34, 0.5, 0.0, 0.67, 0.999999])
     values, mask = column.read_ragged(rows, draw=lambda: chosen)
     assert mask.sum(1).tolist() == [4, 2, 1, 0, 3, 2, 2]
@@ -162,8 +163,7 @@ def test_all_captions_of_a_row_count_and_the_main_one_comes_first(glyphs: DataSe
     entry = write_file(store, "glyphs", "rows/00000.parquet", sink.getvalue())
     shards = [Shard(rows=16, files={**glyphs.shards[0].files, "rows": entry}), *glyphs.shards[1:]]
     dataset = DataSet(store, "glyphs", glyphs.manifest.model_copy(update={"shards": shards}))
-    both = [[one, f"{one}, again"] for one in first[:14]]
-    assert captions_of(dataset, 0) == both + [[one] for one in first[14:]]
+    assert captions_of(dataset, 0) == [[c, f"{c}, again"] for c in first[:14]] + [[c] for c in first[14:]]
     assert captions_of(dataset, 1) == [[one] for one in dataset.shard_table(1).column("caption").to_pylist()]
 
 
@@ -189,7 +189,6 @@ def test_complete_means_nothing_is_computed(glyphs: DataSet) -> None:
     glyphs.write_column("x", PRODUCER, Counting(glyphs))
     again = Counting(glyphs)
     glyphs.write_column("x", dict(reversed(PRODUCER.items())), again)
-    assert again.calls == []
     glyphs.write_column("x", PRODUCER, again, {"null": {"a": torch.ones(1)}})
     assert again.calls == []
     assert glyphs.column("x").extra("null")["a"].tolist() == [1]
@@ -235,21 +234,16 @@ def test_another_producer_trusts_nothing(glyphs: DataSet, store: Store) -> None:
 
 def test_a_failing_producer_leaves_the_old_column(glyphs: DataSet) -> None:
     glyphs.write_column("x", PRODUCER, Counting(glyphs))
-
-    def fails(shard: int) -> Mapping[str, Tensor]:
-        raise DataError("no weights")
-
-    with pytest.raises(DataError, match="no weights"):
-        glyphs.write_column("x", {"name": "other"}, fails)
+    with pytest.raises(KeyboardInterrupt):
+        glyphs.write_column("x", {"name": "other"}, Counting(glyphs, dies=0))
     assert glyphs.column("x").read([7])[0, 0, 0] == 7
 
 
 def test_rows_that_changed_make_a_column_stale(glyphs: DataSet, store: Store) -> None:
     glyphs.write_column("x", PRODUCER, Counting(glyphs))
-    shard = glyphs.shards[1]
+    first, shard, *rest = glyphs.shards
     changed = shard.files["images"].model_copy(update={"sha256": "0" * 64})
-    shards = [*glyphs.shards]
-    shards[1] = shard.model_copy(update={"files": {**shard.files, "images": changed}})
+    shards = [first, shard.model_copy(update={"files": {**shard.files, "images": changed}}), *rest]
     other = DataSet(store, "glyphs", glyphs.manifest.model_copy(update={"shards": shards}))
     assert not other.has_column("x")
     with pytest.raises(DataError, match="other rows"):
@@ -259,16 +253,10 @@ def test_rows_that_changed_make_a_column_stale(glyphs: DataSet, store: Store) ->
     assert compute.calls == [1]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
-def test_damage_is_found_on_read_and_mended_by_the_stage(glyphs: DataSet, store: Store, damage: str) -> None:
+@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 100), Path.unlink])
+def test_damage_is_found_and_mended(glyphs: DataSet, store: Store, damage: Callable[[Path], None]) -> None:
     glyphs.write_column("x", PRODUCER, Counting(glyphs))
-    key = "glyphs/columns/x/00001.safetensors"
-    data = bytearray(store.get(key))
-    data[-1] ^= 1
-    if damage == "missing":
-        store.delete(key)
-    else:
-        store.put(key, bytes(data) if damage == "flip" else bytes(data[:-4]))
+    damage(store.path("glyphs/columns/x/00001.safetensors"))
     column = DataSet.open(store, "glyphs").column("x")
     assert column.read([0, 39]).shape == (2, 2, 3)
     with pytest.raises(StoreError, match="00001"):
@@ -320,6 +308,17 @@ def in_child(dataset: DataSet) -> object:
     answer = queue.get(timeout=60)
     process.join()
     return answer
+
+
+def test_shards_read_by_two_threads_do_not_pile_up(glyphs: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a validation reads beside the thread that makes batches."""
+    monkeypatch.setattr("atoll.data.columns.MAPPED_SHARDS", 1)
+    column, both = glyphs.write_column("x", PRODUCER, Counting(glyphs)), Barrier(2, timeout=60)
+    tensors, _ = column.tensors, column.read([0])
+    monkeypatch.setattr(column, "tensors", lambda shard: both.wait() >= 0 and tensors(shard))
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda row: float(column.read([row])[0, 0, 0]), [20, 39])] == [20, 39]
+    assert len(column._mapped) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -204,9 +204,8 @@ class Column:
         return tensors
 
     def _map(self, shard: int) -> _Mapped:
-        if shard not in self._mapped:
-            if len(self._mapped) == MAPPED_SHARDS:
-                del self._mapped[next(iter(self._mapped))]
+        mapped = self._mapped.get(shard)
+        if mapped is None:
             tensors = self.tensors(shard)
             values = tensors["values"]
             lengths = tensors.get("lengths", torch.empty(0)).numpy().astype(np.int64)
@@ -215,8 +214,11 @@ class Column:
                 index = tensors["index"].numpy().astype(np.int64)
                 bounds = np.concatenate([[0], tensors["choices"].numpy().astype(np.int64).cumsum()])
             starts = lengths.cumsum() - lengths
-            self._mapped[shard] = _Mapped(values, _bytes(values), lengths, starts, index, bounds)
-        return self._mapped[shard]
+            self._mapped[shard] = mapped = _Mapped(values, _bytes(values), lengths, starts, index, bounds)
+            # Batches and a validation are read by two threads, so it may be more than one that is too many.
+            for oldest in list(self._mapped)[:-MAPPED_SHARDS]:
+                self._mapped.pop(oldest, None)
+        return mapped
 
 
 def padded(values: Tensor, mask: Tensor) -> Tensor:
