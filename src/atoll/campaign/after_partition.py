@@ -17,9 +17,9 @@ from atoll.campaign.partition import features_of, island_columns, write_clusters
 from atoll.campaign.report_table import Cell, ReportTable
 from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
 from atoll.data import partition as partitions
-from atoll.data.cluster import nearest_centroid, normalise
+from atoll.data.cluster import Features, normalise
 from atoll.data.cluster_map import cluster_map
-from atoll.data.columns import Column
+from atoll.data.columns import Column, Rows
 from atoll.data.dataset import DataSet
 from atoll.data.formats import ClusterMap, PartitionFile
 from atoll.data.partition import Partition
@@ -33,13 +33,12 @@ FAR, MANY = 0.99, 0.05
 """Quantile of the training rows' distances, and the share of new rows beyond it that is worth a warning."""
 SHOWN = 16
 """Clusters that are printed, those of the most new rows."""
-I64 = NDArray[np.int64]
 
 
 # Rows that come.
 
 
-def assign_new_rows(campaign: Campaign, path: str) -> I64:
+def assign_new_rows(campaign: Campaign, path: str) -> Rows:
     """Write the column `clusters` of the data set at `path`, and compare its rows with the training rows.
 
     Nothing of the campaign changes but the table `new-rows` of its report. Returns the clusters `(rows,)`.
@@ -78,13 +77,14 @@ def assign_new_rows(campaign: Campaign, path: str) -> I64:
     if own_features is not None and features is not None:
         heads += ["distance of training rows", "of new rows", "farther than 99 %"]
         train = own_data.split("train")
-        old_distances = _distances(own_features, train, partition)
-        distances = _distances(features, np.arange(len(features)), partition)
+        old_distances = _distances(own_features, train, partition.clusters, partition.centroids)
+        distances = _distances(features, np.arange(len(features)), clusters, partition.centroids)
         far = np.zeros(len(distances), bool)
         for number, cells in enumerate(rows[:-1]):
             own, new = old_distances[partition.clusters[train] == number], clusters == number
             # Each cluster has its own bound: wide ones hold rows that would be far out in narrow ones.
-            far[new] = distances[new] > np.quantile(own, FAR)
+            # Of rows that all weigh nothing by now there is no bound.
+            far[new] = distances[new] > (np.quantile(own, FAR) if len(own) else np.inf)
             cells += _means(own, distances[new], far[new])
         rows[-1] += _means(old_distances, distances, far)
         far_share = round(float(far.mean()), 4)
@@ -107,14 +107,10 @@ def _means(*parts: NDArray[np.generic]) -> list[float | None]:
     return [round(float(part.mean()), 4) if len(part) else None for part in parts]
 
 
-def _distances(features: Column, rows: I64, partition: Partition) -> NDArray[np.float32]:
-    """Euclidean distances of rows to the centroid of the cluster that they are given to `(n,)`."""
-    parts = []
-    for _, values in features.blocks(rows, 8192):
-        points = normalise(values.float().numpy())
-        nearest = partition.centroids[nearest_centroid(points, partition.centroids, partition.prices)]
-        parts.append(np.linalg.norm(points - nearest, axis=1))
-    return np.concatenate(parts)
+def _distances(features: Column, rows: Rows, clusters: Rows, centroids: Features) -> NDArray[np.float32]:
+    """Euclidean distances `(n,)` of some rows to the centroid of their cluster; clusters are of all rows."""
+    units = ((block, normalise(values.float().numpy())) for block, values in features.blocks(rows, 8192))
+    return np.concatenate([np.linalg.norm(unit - centroids[clusters[n]], axis=1) for n, unit in units])
 
 
 # Rows that go.
@@ -174,9 +170,9 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     return changed
 
 
-def _named(dataset: DataSet, names: set[str], path: Path) -> I64:
+def _named(dataset: DataSet, names: set[str], path: Path) -> Rows:
     """Numbers of the rows whose id or digest of the source is among the names, ascending."""
-    wanted, rows, idle = pa.array(sorted(names), pa.string()), list[I64](), names.copy()
+    wanted, rows, idle = pa.array(sorted(names), pa.string()), list[Rows](), names.copy()
     for shard in range(len(dataset.shards)):
         values = dataset.shard_table(shard, ["id", "sha256"]).columns
         hits = [pc.is_in(column, wanted) for column in values]
