@@ -45,7 +45,15 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
     if many:  # fine centroids count alike, whatever their rows
         centroids = _kmeans(features, k, seed_of(seed, "rows"), 1, 10, centroids)
-    sizes = np.bincount(nearest_centroid(features, centroids), minlength=k)
+    for _ in range(k):
+        distances = squared_distances(features, centroids)
+        sizes = np.bincount(distances.argmin(1), minlength=k)
+        if sizes.all():
+            break
+        # Of equal rows several may be starts, and all but one of them end without a row. Such a centroid
+        # moves to the row that is farthest from every centroid.
+        apart = distances.min(1) + np.einsum("nd,nd->n", features, features)
+        centroids[sizes.argmin()] = features[apart.argmax()]
     return centroids[np.argsort(-sizes, kind="stable")]
 
 
@@ -128,6 +136,4 @@ def _kmeans(
     )
     kmeans.train(points, init_centroids=starts)
     centroids: Features = np.array(kmeans.centroids, dtype=np.float32)
-    if not np.isfinite(centroids).all():
-        raise PartitionError("k-means did not converge to finite centroids", "check the features column")
     return centroids
