@@ -136,9 +136,9 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
     after, counted = before.copy(), before.copy()
     after[named] = 0
     # Rows that another campaign of this data set has taken out count in this one until they leave it, too.
-    if OPTED_OUT in dataset.column_names():
+    if dataset.is_written(OPTED_OUT):
         shared = named[dataset.column(OPTED_OUT).read(named).numpy() != 0]
-        if DUPLICATES in dataset.column_names():
+        if dataset.is_written(DUPLICATES):
             shared = shared[dataset.column(DUPLICATES).read(shared).numpy() == shared]
         counted[shared] = 1
     # The weights are written last. Where an earlier call with this list was killed right before that, the

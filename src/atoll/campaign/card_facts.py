@@ -78,7 +78,7 @@ def prompts(campaign: Campaign, count: int) -> list[str]:
     from atoll.data.columns import some_rows
 
     dataset = campaign.dataset()
-    rows = dataset.split("heldout") if "split" in dataset.column_names() else np.arange(0)
+    rows = dataset.split("heldout") if dataset.is_written("split") else np.arange(0)
     # A hundred tell enough: the captions of a large data set are gigabytes.
     some = some_rows(rows if len(rows) else np.arange(len(dataset)), 100)
     distinct = list(dict.fromkeys(filter(None, dataset.take(some).column("caption").to_pylist())))

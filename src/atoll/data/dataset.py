@@ -143,9 +143,7 @@ class DataSet:
     def shard_table(self, shard: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Columns of a shard's rows, with the captions of `atoll data caption` where there are any."""
         table = self.source_table(shard, columns)
-        if CAPTION not in table.column_names or not self.store.exists(
-            join(self.prefix, "columns", CAPTION, "column.json")
-        ):
+        if CAPTION not in table.column_names or not self.is_written(CAPTION):
             return table
         start, end = self.bounds[shard : shard + 2].tolist()
         values, mask = self.column(CAPTION).read_ragged(np.arange(start, end), packed=True)
@@ -241,6 +239,10 @@ class DataSet:
                     yield ahead.popleft().result()
             yield from (future.result() for future in ahead)
 
+    def is_written(self, name: str) -> bool:
+        """Whether there is a complete column of this name; one that cannot be read counts too."""
+        return self.store.exists(join(self.prefix, "columns", name, "column.json"))
+
     def has_column(self, name: str) -> bool:
         """Whether there is a complete column of this name, made for these rows."""
         try:
@@ -253,7 +255,7 @@ class DataSet:
         """A complete column; `DataError` if there is none, or it was made for other rows or pictures."""
         if name not in self._columns:
             folder, place = join(self.prefix, "columns", name), self.store.name(self.prefix)
-            if not self.store.exists(f"{folder}/column.json"):
+            if not self.is_written(name):
                 raise DataError(f"{place} has no column {name!r}", "run the stage that writes it")
             meta = ColumnMeta.read(self.store, f"{folder}/column.json")
             if meta.content != [shard.content() for shard in self.shards]:
@@ -327,7 +329,7 @@ class DataSet:
     def weights(self) -> NDArray[np.float32]:
         """What every row counts `(rows,)`, 1 where the data set has no weights; 0 is out."""
         # Not `has_column`: with a column that cannot be read, rows that opted out would count again.
-        if not self.store.exists(join(self.prefix, "columns", WEIGHTS, "column.json")):
+        if not self.is_written(WEIGHTS):
             return np.ones(len(self), dtype=np.float32)
         weights: NDArray[np.float32] = self.column(WEIGHTS).read(np.arange(len(self))).float().numpy()
         if weights.ndim != 1 or not (np.isfinite(weights).all() and (weights >= 0).all()):

@@ -131,7 +131,7 @@ def captions_of(dataset: DataSet, shard: int) -> list[list[str]]:
     """All captions of every row of a shard, the main one first; `DataError` where there are none yet."""
     table = dataset.shard_table(shard)
     first = table.column("caption").to_pylist()
-    described = CAPTION in dataset.column_names()
+    described = dataset.is_written(CAPTION)
     if "" in first and not described:
         what = f"{many(first.count(''), 'row')} of shard {shard} have no caption"
         raise DataError(what, "set data.captioner.model=MODEL and run `atoll data caption`")

@@ -22,10 +22,9 @@ def out_for_good(dataset: DataSet, found: B1 | None = None) -> B1:
     """Whether each row is a duplicate, or one of `found` in their place, or opted out `(rows,)`."""
     rows = np.arange(len(dataset))
     out = np.zeros(len(rows), dtype=bool) if found is None else found.copy()
-    # By name: a column that cannot be read now must not bring rows back.
-    if found is None and DUPLICATES in dataset.column_names():
+    if found is None and dataset.is_written(DUPLICATES):
         out |= dataset.column(DUPLICATES).read(rows).numpy() != rows
-    if OPTED_OUT in dataset.column_names():
+    if dataset.is_written(OPTED_OUT):
         out |= dataset.column(OPTED_OUT).read(rows).numpy() != 0
     return out
 
@@ -48,7 +47,7 @@ def write_weights(dataset: DataSet, producer: dict[str, Any], values: F32, found
 
 def opt_out(dataset: DataSet, rows: B1) -> None:
     """Take rows out for good `(rows,)`, beside those that are out."""
-    if OPTED_OUT in dataset.column_names():
+    if dataset.is_written(OPTED_OUT):
         rows = rows | (dataset.column(OPTED_OUT).read(np.arange(len(dataset))).numpy() != 0)
     dataset.write_values(OPTED_OUT, {"name": OPTED_OUT, "rows": digest(np.flatnonzero(rows).tolist())}, rows)
     write_weights(dataset, producer_of(dataset) or {"name": "opt-out"}, dataset.weights)
@@ -56,7 +55,7 @@ def opt_out(dataset: DataSet, rows: B1) -> None:
 
 def producer_of(dataset: DataSet) -> dict[str, Any]:
     """What made the weights, but for the rows that are out for good; empty where there are none."""
-    if WEIGHTS not in dataset.column_names():
+    if not dataset.is_written(WEIGHTS):
         return {}
     return {key: value for key, value in dataset.column(WEIGHTS).meta.producer.items() if key != "out"}
 

@@ -113,7 +113,7 @@ def write_data_card(campaign: Campaign, contents: Contents) -> str:
         contents=contents,
         manifest=dataset.manifest,
         licences=_most(contents.licences),
-        weights=dataset.column(WEIGHTS).meta.producer if WEIGHTS in dataset.column_names() else None,
+        weights=dataset.column(WEIGHTS).meta.producer if dataset.is_written(WEIGHTS) else None,
         partition=facts.optional(PartitionFile.PLACE, PartitionFile),
         words=getattr(facts.optional(ClusterMap.PLACE, ClusterMap), "words", []),
     )
