@@ -51,7 +51,7 @@ CEILINGS: dict[str, float] = {
     "tests": 34_092,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
-    "tour": 4_803,
+    "tour": 4_788,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,
     "questions whether something is an ensemble": 0,
@@ -59,7 +59,7 @@ CEILINGS: dict[str, float] = {
     "files with one importer or none": 42,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.123,
-    "no comment": 0.973,
+    "no comment": 0.972,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""
 ROLES = {"expert", "router", "monolith", "pretrain", "student", "islands", "ensemble"}
