@@ -144,11 +144,11 @@ def refused(answer: Answer, *words: str) -> str:
     return lines[0]
 
 
-def until(ready: Callable[[], object]) -> None:
-    """Wait for something to become true."""
-    end = time.monotonic() + 60
+def until(ready: Callable[[], object], what: Callable[[], object] = str, seconds: float = 300) -> None:
+    """Wait for something to become true; else `what` is said."""
+    end = time.monotonic() + seconds
     while not ready():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, what()
         time.sleep(0.005)
 
 

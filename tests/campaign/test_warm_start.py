@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from helpers import (
     refused,
     same_bits,
     start,
+    until,
     write_campaign,
 )
 from helpers_export import text_tower
@@ -206,10 +206,7 @@ def test_a_killed_seed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     partitioned(tmp_path / "a", often)
     train_run(copied(tmp_path / "a", tmp_path / "b"), "pretrain")
     process = start("train", "pretrain", tmp_path / "a")
-    deadline = time.monotonic() + 120
-    while not times(tmp_path / "a/pretrain", "commit"):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: times(tmp_path / "a/pretrain", "commit"), process.poll)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not (tmp_path / "a/pretrain/expert/card.json").exists()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from helpers import until
+
 CONF = Path(__file__).with_name("slurm.conf")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "srun")
 
@@ -58,10 +60,7 @@ def _munge(folder: Path, stack: ExitStack) -> None:
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     argv = ["munged", "--foreground", "--force", *(f"--{k}={folder / v}" for k, v in names.items())]
     _start(argv, folder / "out", {**os.environ, "PATH": _path()}, stack)
-    deadline = time.monotonic() + 20
-    while not (folder / "socket").exists():
-        assert time.monotonic() < deadline, (folder / "out").read_text()
-        time.sleep(0.05)
+    until((folder / "socket").exists, (folder / "out").read_text, 20)
 
 
 def _start(argv: list[str], log: Path, environment: dict[str, str], stack: ExitStack) -> None:

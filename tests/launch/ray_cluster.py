@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from helpers import ROOT
+from helpers import ROOT, until
 
 PORT = 6379
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atoll-tests" / "ray"
@@ -74,14 +73,6 @@ class Cluster:
         argv = [*self.inside, sys.executable, "-m", "atoll", *map(str, words)]
         with log.open("wb") as file:
             return subprocess.Popen(argv, env={**os.environ, **QUIET}, stdout=file, stderr=subprocess.STDOUT)
-
-
-def until(true: Callable[[], object], what: Callable[[], str], seconds: float = 300) -> None:
-    """Wait for something to become true; else `what` is said."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
 
 
 @contextmanager

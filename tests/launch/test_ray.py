@@ -16,9 +16,9 @@ from atoll.curate.aesthetics.scorer import Scorer
 from atoll.launch.submit import plan_jobs
 from chaos.campaigns import kinds
 from chaos.sweep import content, differences
-from helpers import Run, assembled, partitioned, refused, same_bits, write_campaign
+from helpers import Run, assembled, partitioned, refused, same_bits, until, write_campaign
 from launch import ray_cluster
-from launch.ray_cluster import Cluster, until
+from launch.ray_cluster import Cluster
 
 
 def with_a_cluster(test: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import openai
 
-from helpers import start
+from helpers import start, until
 
 KEY = "a-key-of-twenty-four-characters"
 PLACE = "/v1/images/generations"
@@ -54,11 +54,7 @@ class Server:
 
     def wait_for(self, words: str) -> None:
         """Until it said a line that holds these words."""
-        for _ in range(200):
-            if any(words in line for line in self.said):
-                return
-            threading.Event().wait(0.05)
-        raise AssertionError(self.said)
+        until(lambda: any(words in line for line in self.said), lambda: self.said, 60)
 
     def client(self, **more: object) -> openai.OpenAI:
         self.clients.append(openai.OpenAI(base_url=f"{self.address}/v1", api_key=KEY, **more))  # type: ignore[arg-type]

@@ -244,24 +244,6 @@ def test_who_leaves_in_the_last_step_leaves_no_request_behind(
     assert client.metric("atoll_images_waiting") == 0 and not client.of(left)
 
 
-def test_a_client_that_leaves_leaves_no_request_behind(client: Client) -> None:
-    body = json.dumps({"prompt": "1", "steps": 250}).encode()
-    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, object]:
-        return messages.pop() if len(messages) > 1 else messages[0]
-
-    async def send(message: object) -> None:
-        pass
-
-    app = create_app(client.engine, client.engine.settings)
-    scope = {"type": "http", "method": "POST", "path": PLACE}
-    scope |= {"headers": [(b"content-type", b"application/json; charset=utf-8")]}
-    scope |= {"query_string": b"", "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1"}
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))  # it would else never end
-    until(lambda: client.metric("atoll_images_waiting") == 0)
-
-
 def test_without_keys_only_its_own_pages_and_programs_are_answered(client: Client) -> None:
     """A web page can make its visitor's browser ask, or point a name of its own at this server."""
     here, names = "http://127.0.0.1:8000", ServeSettings(hosts=("images.example.org",))
@@ -308,14 +290,6 @@ def test_pages_that_wait_for_a_slow_store_hold_one_thread() -> None:
         assert {page.body for page in await asyncio.gather(*pages)} == {b"True"}
 
     asyncio.run(ask())
-
-
-def test_draining_finishes_what_was_accepted(serving: Serving) -> None:
-    client = serving()
-    job = client.ask(WAYS[1].with_(steps=50), count=2)
-    assert client.engine.drain(30) and len(client.images(job)) == 2
-    with pytest.raises(Refused, match="draining"):
-        client.ask(WAYS[0])
 
 
 def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving, model: Model) -> None:

@@ -17,8 +17,7 @@ import yaml
 
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
-from helpers import ROOT, environment
-from launch.ray_cluster import until
+from helpers import ROOT, environment, until
 from launch.ray_nodes import QUIET, nodes
 from serve.conftest import pixels
 from serve.process import PLACE, free_port

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,8 @@ import pytest
 from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
 from atoll.store import cache, ranges
-from atoll.store.log import Commit, Fenced, Log
 from atoll.store.manifest import write_blocks
 from atoll.store.store import Absent, Conflict, Damaged, Store, check_conditional_create
-
-COMMIT = Commit(samples=8, step=1, seconds=0.5, recipe="r", guard={}, tracker="t")
 
 
 @pytest.fixture
@@ -44,22 +42,16 @@ def test_create_writes_once(store: Store) -> None:
 
 
 def test_of_many_that_create_at_once_one_wins(store: Store) -> None:
-    won: list[int] = []
-    gate = threading.Barrier(6)
+    won, gate = list[int](), threading.Barrier(6)
 
     def create(number: int) -> None:
         gate.wait()
-        try:
+        with suppress(Conflict):
             store.create("a", str(number).encode())
-        except Conflict:
-            return
-        won.append(number)
+            won.append(number)
 
-    threads = [threading.Thread(target=create, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        [*pool.map(create, range(6))]
     assert len(won) == 1 and store.get("a") == str(won[0]).encode()
 
 
@@ -130,18 +122,6 @@ def test_a_local_copy_is_never_stale(store: Store, tmp_path: Path) -> None:
         store.path("w.bin").write_bytes(b"tw")  # torn
         assert store.path("w.bin").read_bytes() == b"two"
         assert not [p for p in cache.folder().rglob("*") if p.name.startswith(".part-")]
-
-
-def test_manifests_and_the_log(store: Store) -> None:
-    store.create_json("p/M.json", COMMIT.to_json())
-    assert Commit.read(store, "p/M.json") == COMMIT
-    with pytest.raises(Conflict):
-        store.create_json("p/M.json", COMMIT.model_copy(update={"step": 2}).to_json())
-    first = Log(store, "first")
-    first.acquire()
-    Log(store, "second").acquire()
-    with pytest.raises(Fenced, match="second"):
-        first.append("commit")
 
 
 def test_conditional_writes_are_found_and_leave_nothing(store: Store) -> None:

@@ -8,7 +8,7 @@ from atoll.store import lease
 from atoll.store.lease import HELD, Heart, Heartbeat, Held, LeaseConfig, acquire, read_heartbeat
 from atoll.store.log import Fenced, Log
 from atoll.store.store import Store
-from helpers import python
+from helpers import python, until
 
 SHORT = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1.0)
 LONG = LeaseConfig(heartbeat_seconds=0.05, expiry_seconds=1000.0)
@@ -82,9 +82,7 @@ def test_a_heart_notices_a_takeover_and_stops(store: Store, elsewhere: None) -> 
     assert acquire(log, SHORT)
     with Heart(log, SHORT, dict) as heart:
         Log(store, "b").acquire()
-        deadline = time.monotonic() + 10
-        while heart.fenced is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: heart.fenced)
         with pytest.raises(Fenced, match="taken over by b"):
             heart.check()
 

@@ -29,16 +29,16 @@ local.write(folder / "file", blocks(), replace=True)
 
 def test_the_part_of_a_writer_stays_until_it_is_killed(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    store.put("other", b"")
+    store.put("file", b"old")
     with python("-c", WRITER, tmp_path) as writer:
         assert writer.stdout is not None
         part = tmp_path / writer.stdout.readline().strip()
         store.sweep()
         assert part.read_bytes() == b"who" * 10_000
-        assert store.list() == ["other"]  # nobody takes it for a file
+        assert store.list() == ["file"]  # nobody takes the part for one
         writer.send_signal(signal.SIGKILL)
     store.sweep()
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors#1", f"#{7:010d}{1:010d}{1:014d}{0:06d}"])
