@@ -8,17 +8,22 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import uvicorn
 from PIL import Image
+from uvicorn.server import ServerState
 
 import atoll
 from atoll.campaign.folder import Campaign
 from atoll.model.model import Model
-from helpers import command, flip, refused
+from atoll.serve.server import _Connection
+from helpers import command, flip, refused, until
 from serve.conftest import pixels
 from serve.process import KEY, PLACE, Server
 
@@ -201,13 +206,10 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
     body = {"prompt": "1", "steps": 100, "n": 10, "routing": "full"}
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.address}{PLACE}", json=body, headers=HEADERS, timeout=0.15)
-    for _ in range(200):
-        text = httpx.get(f"{server.address}/metrics", headers=HEADERS).text
-        if "atoll_images_waiting 0.0" in text:
-            break
-        threading.Event().wait(0.05)
-    assert "atoll_images_waiting 0.0" in text
-    left = re.findall(r"^atoll_cancelled_total{where=\"(?:queue|step)\"} (\S+)", text, re.MULTILINE)
+    server.wait_for(f"POST {PLACE} 499")  # its answer ends too, which would else wait for ever
+    asked = partial(httpx.get, f"{server.address}/metrics", headers=HEADERS)
+    until(lambda: "atoll_images_waiting 0.0" in asked().text)
+    left = re.findall(r"^atoll_cancelled_total{where=\"(?:queue|step)\"} (\S+)", asked().text, re.MULTILINE)
     assert sum(map(float, left)) >= 1
 
 
@@ -275,3 +277,27 @@ def test_a_body_that_breaks_ends_its_connection_alone(server: Server, answered: 
             pass
     assert httpx.get(f"{server.address}/health").status_code == 200
     assert not [line for line in server.said[said:] if "Traceback" in line or "Error" in line]
+
+
+def test_half_a_request_and_an_answer_that_nobody_reads_end_and_who_waits_is_answered() -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(1)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(2**25)})
+
+    async def ask(sent: bytes) -> bytes:
+        config, state = uvicorn.Config(answer, log_config=None), ServerState()
+        config.load()
+        impatient = type("Impatient", (_Connection,), {"patience": 0.2})
+        made = partial(impatient, config=config, server_state=state, app_state={})
+        async with await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0) as server:
+            with socket.create_connection(server.sockets[0].getsockname()) as client:
+                client.sendall(sent)
+                await asyncio.sleep(0.3)
+                while state.connections:
+                    await asyncio.sleep(0.05)
+                return client.recv(12)
+
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    for sent, answered in ((head[:5], b""), (head, b""), (head + bytes(9), b"HTTP/1.1 200")):
+        assert asyncio.run(asyncio.wait_for(ask(sent), 60)) == answered

@@ -9,8 +9,8 @@ import signal
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -84,11 +84,9 @@ def create_app(
     def describe(name: str) -> dict[str, Any]:
         """A model as OpenAI lists it; how it draws by itself comes beside, once it is loaded."""
         base, _, routing = name.partition(":")
-        about = engine.about(base, routing)
-        if about is not None and "experts" in about and clusters:
-            about["clusters"] = clusters
-        if about is not None and examples:
-            about["prompts"] = examples
+        if (about := engine.about(base, routing)) is not None:
+            about |= {"clusters": clusters} if "experts" in about and clusters else {}
+            about |= {"prompts": examples} if examples else {}
         return {"id": name, "object": "model", "created": started, "owned_by": "atoll", "atoll": about}
 
     @app.get("/health")
@@ -228,16 +226,9 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
         with suppress(RuntimeError):  # the loop is closed: nobody listens
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-    job = Job(
-        name,
-        () if model.card.condition == "none" and not asked.prompt else (asked.prompt,),
-        generation,
-        tell,
-        asked.negative or "",
-        count,
-        asked.partial_images or 0,
-        deadline=time.monotonic() + settings.deadline,
-    )
+    prompts = () if model.card.condition == "none" and not asked.prompt else (asked.prompt,)
+    about = asked.negative or "", count, asked.partial_images or 0
+    job = Job(name, prompts, generation, tell, *about, deadline=time.monotonic() + settings.deadline)
     try:
         engine.submit(job)
     except Refused as refusal:
@@ -272,14 +263,9 @@ async def _stream(job: Job, events: Events, kind: str, quality: int | None) -> A
                 return
             width, height = event.image.size
             content = await asyncio.to_thread(_bytes, event.image, kind, quality)
-            about = {
-                "b64_json": base64.b64encode(content).decode(),
-                "created_at": int(time.time()),
-                "size": f"{width}x{height}",
-                "quality": "auto",
-                "background": "opaque",
-                "output_format": kind,
-            }
+            about: dict[str, Any] = {"quality": "auto", "background": "opaque", "output_format": kind}
+            about |= {"b64_json": base64.b64encode(content).decode(), "size": f"{width}x{height}"}
+            about["created_at"] = int(time.time())
             if event.index is not None:
                 name = "image_generation.partial_image"
                 about |= {"partial_image_index": event.index, "number": event.number}
@@ -303,8 +289,9 @@ def _facts(job: Job, event: Drawn) -> dict[str, Any]:
 
 
 def _refusal(event: Failed) -> ApiError:
-    status = STATUS.get(event.code, 500)
-    return ApiError(status, event.message, event.code, after=None if event.repeats else 5)
+    return ApiError(
+        STATUS.get(event.code, 500), event.message, event.code, after=None if event.repeats else 5
+    )
 
 
 def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
@@ -418,14 +405,26 @@ def _listen_and_run(
 
 
 class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # Signals are not for uvicorn, which would end before anything is drained.
-        yield
+    # Signals are not for uvicorn, which would end before anything is drained.
+    capture_signals = staticmethod(nullcontext)  # type: ignore[assignment]
 
 
 class _Connection(H11Protocol):
-    """Against two faults of uvicorn's: where a body breaks, it answers a second time, and raises."""
+    """Against faults of uvicorn's: it waits for ever for a client; where a body breaks, it answers twice."""
+
+    patience = 30.0  # seconds in which a client sends all of a request, and reads something of its answer
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look(None)
+
+    def _look(self, before: object) -> None:
+        # Half requests and answers that nobody reads: enough of them, and no file is left for other clients.
+        now = self.cycle, self.conn.their_state, self.transport.get_write_buffer_size()
+        if now == before and (now[2] or now[1] in (h11.IDLE, h11.SEND_BODY)):
+            self.transport.abort()
+        elif self in self.connections:
+            self.loop.call_later(self.patience, self._look, now)
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:  # whose own answer would be the second one
