@@ -2,6 +2,7 @@
 
 import io
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from atoll.base import console
+from helpers import environment
 
 
 @pytest.fixture
@@ -46,6 +48,13 @@ def test_the_command_line_prints_each_message_once(
     console.say("100 % done")
     logging.getLogger("atoll.serve").info("GET %s 200", "/version")
     assert capsys.readouterr().out == "100 % done\nGET /version 200\n"
+
+
+def test_a_full_disk_under_a_log_ends_nothing() -> None:
+    code = "console.show_messages(); console.say('unheard'); preemption.exit_process(0)"
+    argv = [sys.executable, "-c", f"from atoll.base import console, preemption; {code}"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(argv, stdout=full, env=environment(), check=False).returncode == 0
 
 
 def test_a_terminal_may_lack_letters(library: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,14 +132,16 @@ def test_gpus_are_shared_by_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert several[0] == "0,1,2" and sorted(several[1:]) == ["", "0,1", "2"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"), [({"gpus": 2}, "2 GPUs, this machine has 1"), ({"nodes": 2}, "2 nodes, here is one")]
-)
+UNFIT = [({"gpus": 2}, "b asks for 2 GPUs, this machine has 1"), ({"nodes": 2}, "2 nodes, here is one")]
+UNFIT += [({"gpus": 1, "env": {local.DEVICES: "1"}}, "launch.env sets CUDA_VISIBLE_DEVICES, which this")]
+
+
+@pytest.mark.parametrize(("asked", "words"), UNFIT)
 def test_what_this_machine_does_not_have_is_refused_before_anything_starts(
-    asked: dict[str, int], words: str, tmp_path: Path
+    asked: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     jobs = [job("a", waiting(tmp_path, "a")), replace(job("b", "pass"), **asked)]
-    with pytest.raises(AtollError, match=f"b asks for {words}"):
+    with pytest.raises(AtollError, match=words):
         local.run(jobs, gpus=1)
     assert times(tmp_path) == {}
 
@@ -166,7 +168,7 @@ def test_several_processes_end_with_the_code_of_the_training(tmp_path: Path) -> 
     assert done.stdout.startswith("together 2\n") and done.returncode == 75, done
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_launch_that_is_stopped_stops_its_processes(number: signal.Signals, tmp_path: Path) -> None:
     def note(name: str) -> str:
         file = f"pathlib.Path({str(tmp_path / name)!r})"

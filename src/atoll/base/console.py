@@ -23,7 +23,12 @@ def say(message: str) -> None:
 class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # With its newline in one write: print makes two, and another process's line would come between them.
-        print("".join(f"{printable(line)}\n" for line in record.getMessage().split("\n")), end="", flush=True)
+        text = "".join(f"{printable(line)}\n" for line in record.getMessage().split("\n"))
+        try:
+            print(text, end="", flush=True)
+        except OSError as error:  # a full disk, a terminal that is gone: no training ends for a message
+            if isinstance(error, BrokenPipeError):  # of a launch that was killed: its runs end with it
+                raise
 
 
 def show_messages() -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT are noted, not obeyed at once: the loop saves and leaves between two steps.
+"""SIGTERM, SIGINT and SIGHUP are noted, not obeyed at once: the loop saves and leaves between two steps.
 
 Periodic commits are the guarantee, since a kill gives no warning; this saves what came after the last one.
 """
@@ -8,13 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 from atoll.base.errors import INTERRUPTED, AtollError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _process = {"ends": False}
 _leaked: list[threading.Thread] = []
 
@@ -32,7 +32,7 @@ def ends_with_run() -> None:
 
 
 @contextmanager
-def catch_signals() -> Iterator[list[int]]:
+def catch_signals(heard: tuple[signal.Signals, ...] = SIGNALS) -> Iterator[list[int]]:
     """Signals that came so far; more of them change nothing."""
     # A list, because a handler may interrupt any line of Python: to append is one operation, and nothing
     # else is safe there. An exception raised here could hit the optimizer between two weights.
@@ -43,7 +43,8 @@ def catch_signals() -> Iterator[list[int]]:
 
     # In other threads Python sets none: there a run goes to its end.
     main = threading.current_thread() is threading.main_thread()
-    before = {s: signal.signal(s, note) for s in SIGNALS if main}
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # asks that the last of them change nothing
+    before = {s: signal.signal(s, note) for s in heard if main and (s != signal.SIGHUP or not nohup)}
     try:
         yield stop_requested
     finally:
@@ -64,9 +65,12 @@ def exit_process(code: int) -> NoReturn:
     # code of that. Such are a leaked thread that still works, and where there are several processes the
     # threads in which gloo gives tensors back.
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone and not any(thread.is_alive() for thread in _leaked):
-        sys.exit(code)
+    orderly = alone and not any(thread.is_alive() for thread in _leaked)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        try:
             stream.flush()
+        except OSError:  # nobody reads it any more, or its disk is full: Python would end with 120
+            orderly = False
+    if orderly:
+        sys.exit(code)
     os._exit(code)

@@ -2,17 +2,16 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from atoll.base.console import say
 from atoll.base.cores import cores
 from atoll.base.errors import AtollError
+from atoll.base.preemption import catch_signals
 from atoll.base.text import duration
 from atoll.launch.job import Job, Site
 
@@ -109,7 +108,9 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     # Processes of one command do one work together: what they print alike is shown of the first only.
     printed = {argv: dict[str, _Running]() for argv, n in Counter(job.argv for job in jobs).items() if n > 1}
     start = time.monotonic()
-    with caught_signals() as signals:
+    # Signals raise nothing: one that came between the start of a process and its entry among those running
+    # would leave it without a parent, and so would a second one while all stop.
+    with catch_signals() as signals:
         try:
             while waiting or running:
                 if signals:
@@ -140,25 +141,6 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
     say(f"{len(jobs)} runs finished in {duration(time.monotonic() - start)}")
 
 
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM put their numbers into this list until the block ends."""
-    # They raise nothing: one that came between the start of a process and its entry among those running would
-    # leave it without a parent, and so would a second one while all stop.
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for number in before:
-            signal.signal(number, lambda number, frame: came.append(number))
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
         if job.nodes > 1:
@@ -167,6 +149,9 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"
             raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)
+        if gpus and job.gpus != 0 and DEVICES in job.env:
+            fix = f"set {DEVICES} of atoll launch itself, or launch.gpus=0"
+            raise AtollError(f"{job.name}: launch.env sets {DEVICES}, which this launch deals out", fix)
 
 
 def _room(job: Job, placed: list[tuple[Job, set[int]]], gpus: int) -> set[int] | None:

@@ -20,9 +20,10 @@ from atoll.base.console import say
 from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, extra, first_line
 from atoll.base.format import code_version
 from atoll.base.hashing import sha256
+from atoll.base.preemption import SIGNALS, catch_signals
 from atoll.base.text import many
 from atoll.launch.job import Job, Site
-from atoll.launch.local import GRACE, caught_signals
+from atoll.launch.local import GRACE
 
 with extra("ray", "Ray is not installed here"):
     import ray
@@ -250,7 +251,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
     waiting, running, failed = [*jobs], dict[str, list[_Actor]](), dict[str, str]()
     printed: dict[tuple[tuple[str, ...], str], str] = {}  # workers of one command print much alike
     deadline = math.inf
-    with caught_signals() as signals:
+    with catch_signals(SIGNALS[:2]) as signals:  # without a terminal it ends, and they go on
         while (waiting or running) and time.monotonic() < deadline:
             if signals and deadline == math.inf:
                 say("all save and leave: launch again to go on")

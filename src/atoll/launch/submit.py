@@ -323,12 +323,7 @@ def _job(
         memory=memory_set or memory * processes,
         gpus=gpus,
         processes=processes,
-        nodes=place.nodes,
-        env=place.env,
         memory_asked=memory_set is not None,
-        slurm=place.slurm,
-        ray=place.ray,
-        sky=place.sky,
-        options=place.options,
+        **{name: getattr(place, name) for name in ("nodes", "env", "slurm", "ray", "sky", "options")},
         **options,
     )
