@@ -59,6 +59,7 @@ def test_it_joins_a_trained_expert(campaign: Campaign, tmp_path: Path, run: Run)
     assert ": dit of 0.0 M parameters, eps on ddpm-linear" in said.out
     assert "taken on trust: its latents are those of none, its labels mean what" in said.out
     refused(run("adopt", folder, there, "--expert", "1"), "there is an expert 1 already")
+    assert re.search(r"expert 1 +published +0/\d+ +100% ", run("status", folder).out)
     card = Checkpoint(campaign.store, "islands/1/expert").card
     assert (card.role, card.island, card.prediction, card.schedule) == ("expert", 1, "eps", "ddpm-linear")
     assert card.partition == campaign.store.get_json("partition/partition.json")["hash"]

@@ -18,7 +18,7 @@ from atoll.store.lease import Heartbeat, LeaseConfig, acquire
 from atoll.store.log import History, Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
-from helpers import Run, start
+from helpers import Run, start, until
 
 CHANGES = {"train": {"lease": {"heartbeat_seconds": 0.2, "expiry_seconds": 30.0}}}
 
@@ -100,7 +100,7 @@ def test_endless_numbers_of_an_island_hide_no_run(copy: Path, run: Run) -> None:
     assert said.code == 0 and said.out.count("waiting") == 3 and "training" in said.out
 
 
-def test_a_living_run(copy: Path) -> None:
+def test_a_living_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = held(copy)
     assert look(copy)["expert 0"].phase == "starting"
     commit(log, 4)
@@ -115,7 +115,10 @@ def test_a_living_run(copy: Path) -> None:
         assert age is not None and 0 <= age < 20
     mine = Log(Store.open(copy).sub("islands/1/run"), "me")
     assert acquire(mine, LeaseConfig()) and mine.entries()[0].process.pid == os.getpid()
-    assert look(copy)["expert 1"].state == "training"
+    (observer := Observer(Campaign.open(copy))).read()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)  # this machine's clock is set
+    assert [run.state for run in observer.read().runs[:2]] == ["training", "training"]
 
 
 def test_a_silent_run_is_stale(copy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +136,7 @@ def test_a_silent_run_is_stale(copy: Path, run: Run, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_process_that_was_killed_is_stale_at_once(copy: Path, run: Run) -> None:
     running = start("train", "expert", copy, "--expert", "0")
-    deadline = time.monotonic() + 120
-    while look(copy)["expert 0"].state != "training":
-        assert running.poll() is None and time.monotonic() < deadline
+    until(lambda: look(copy)["expert 0"].state == "training", running.poll)
     running.send_signal(signal.SIGKILL)
     running.communicate()
     status = look(copy)["expert 0"]
@@ -226,6 +227,10 @@ def test_a_long_log_is_not_read_whole(starts: int, tmp_path: Path) -> None:
     history.refresh()
     assert history.last("release", "acquire") == (log.entries()[-1], f"run/log/{len(whole):06d}.json")
     assert Counting.reads == 1
+    shutil.rmtree(tmp_path / "run")  # the run begins anew
+    Log(Store.open(tmp_path).sub("run"), "later").acquire()
+    history.refresh()
+    assert [entry.holder for entry in history.entries()] == ["later"] and history.last_commit() is None
 
 
 def test_large_numbers_fit_on_the_screen() -> None:

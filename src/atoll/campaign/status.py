@@ -5,6 +5,7 @@ the store gave, as in `store/lease.py`.
 """
 
 import json
+import math
 import shlex
 import sys
 import textwrap
@@ -145,23 +146,23 @@ class Observer:
 
     def __init__(self, campaign: Campaign) -> None:
         self.campaign = campaign
-        store, runs = campaign.store, runs_of(campaign.config)
-        self._histories = {run: History(store, f"{run.folder}/run") for run in runs}
+        self._histories = {r: History(campaign.store, f"{r.folder}/run") for r in runs_of(campaign.config)}
         self._plans: dict[Run, RunPlan] = {}
         self._bytes_out: dict[Run, tuple[int, int]] = {}
-        # Asked once: every question writes a file, and clocks hardly drift within a watch.
-        self._ahead: float | None = None  # seconds that the store's clock is ahead of ours
+        # Asked once, and when ours is set: every question writes a file, and clocks hardly drift in a watch.
+        self._ahead, self._set = 0.0, math.inf  # seconds that the store's is ahead of ours, ours of monotonic
         self._clock: Literal["store", "local"] = "store"
 
     def read(self) -> CampaignStatus:
         """How it stands now; a run that cannot be read says so and hides no other."""
         store, config = self.campaign.store, self.campaign.config
         partitioned = self.campaign.is_partitioned
-        if self._ahead is None:
+        if abs((ours := time.time() - time.monotonic()) - self._set) > 1:
             # Ages are differences of the store's own times: clocks of islands may be hours apart. A file
             # beside `campaign.json`, gone at once, tells its time; a read-only store cannot.
+            self._set = ours
             try:
-                self._ahead = store_time(store) - time.time()
+                self._ahead, self._clock = store_time(store) - time.time(), "store"
             except StoreError:
                 self._ahead, self._clock = 0.0, "local"
         now = time.time() + self._ahead
@@ -174,9 +175,8 @@ class Observer:
         published = [size for size in back if size is not None]
         data_out, between = (sum(sizes[part] for sizes in counted) for part in (0, 1))
         transfer = TransferBytes(data_out, len(counted), sum(published), len(published), between)
-        common = sharing_sentence(
-            config.budget.pretrain, config.network.init != "scratch", bool(config.origin)
-        )
+        shared = config.budget.pretrain, config.network.init != "scratch", bool(config.origin)
+        common = sharing_sentence(*shared)
         return CampaignStatus(store.location, partitioned, self._clock, runs, common, transfer)
 
     def _sent(self, run: Run) -> tuple[int, int] | None:
@@ -374,7 +374,7 @@ def lines(status: CampaignStatus) -> list[str]:
 
 
 def _row(run: RunStatus) -> tuple[str, ...]:
-    part = (run.step or 0) / run.steps if run.steps else 0.0
+    part = 1.0 if run.state == "published" else (run.step or 0) / run.steps if run.steps else 0.0
     return (
         f"{'!' if run.state in BAD else ' '} {run.name}",
         run.state,

@@ -224,12 +224,16 @@ class History:
     def __init__(self, store: Store, folder: str) -> None:
         self.store, self.folder = store, folder
         self._keys: list[str] = []
+        self._states: dict[str, object] = {}
         self._read: dict[int, Entry] = {}  # entries never change, so each is fetched once
 
     def refresh(self) -> None:
-        """Take notice of what was added."""
-        seen = max(0, len(self._keys) - 1)
-        self._keys = [key for key in self.store.list(f"{self.folder}/log") if key.endswith(".json")]
+        """Take notice of what was added, or of a run that was removed and begun anew."""
+        before, there = self._states, self.store.states(f"{self.folder}/log")
+        self._states = {key: state for key, state in there.items() if key.endswith(".json")}
+        if not before.items() <= self._states.items():
+            self._keys, self._read = [], {}
+        seen, self._keys = max(0, len(self._keys) - 1), [*self._states]
         if self._keys:
             self._fill(seen, len(self._keys) - 1)
 
