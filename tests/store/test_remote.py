@@ -13,7 +13,7 @@ from atoll.store import store as module
 from atoll.store.location import IMPATIENT, PATIENT
 from atoll.store.store import Conflict, Store, check_conditional_create
 from helpers import command, refused
-from s3 import BUCKET, S3, forgetful, serve
+from s3 import BUCKET, S3, Proxy, forgetful, proxied, serve
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,20 @@ def test_a_store_without_conditional_create(s3: S3, monkeypatch) -> None:
         store.create("a", b"2")
     store.create("a", b"1")  # an answer that was lost: nothing stands in the way but our own object
     assert store.get("a") == b"1"
+
+
+def test_of_two_writes_under_way_the_refused_one_is_tried_again(s3: S3, monkeypatch) -> None:
+    class Conflicting(Proxy):
+        endpoint, refusals = s3.url, ["once"]
+
+        def ask(self, body: bytes) -> tuple[int, object, bytes]:
+            again = self.command != "PUT" or not self.refusals
+            return super().ask(body) if again else (409, {}, self.refusals.pop().encode())
+
+    with proxied(Conflicting) as proxy:
+        use(monkeypatch, proxy.environment())
+        (store := Store.open(f"s3://{BUCKET}/conflicting", create=True)).create("a", b"1")
+        assert store.get("a") == b"1" and not Conflicting.refusals
 
 
 def test_a_large_object_is_copied_in_parts(s3: S3, monkeypatch) -> None:

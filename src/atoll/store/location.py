@@ -125,11 +125,7 @@ _KNOWN = (
         "there are no credentials",
         "set them in the environment (AWS_ACCESS_KEY_ID, ...)",
     ),
-    (
-        "AccessDenied|403 Forbidden|401 Unauthorized",
-        "permission denied",
-        "check the credentials and what they may do",
-    ),
+    ("AccessDenied|403 Forbidden|401 Unauthorized", "permission denied", "check the credentials' rights"),
     ("builder error", "its endpoint is plain http", "use https, or allow http with AWS_ALLOW_HTTP=true"),
 )
 

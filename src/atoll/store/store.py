@@ -131,18 +131,22 @@ class Store:
 
     def create(self, key: str, data: bytes) -> None:
         """Write an object only if its key is free; `Conflict` if it is not."""
-        try:
-            self._put(key, data, "create")
-        except StoreError as error:
-            # A remote store's answer may be lost, and the retry then meets our own object: one of the very
-            # same bytes is no conflict there.
-            if self.local is not None or isinstance(error, Unsupported):
-                raise
+        for pause in (*ranges.PAUSES, None):
             try:
-                ours = self.get(key) == data
-            except StoreError:
-                ours = False
-            if not ours:
+                return self._put(key, data, "create")
+            except StoreError as error:
+                # A remote store's answer may be lost, and the retry then meets our own object: one of the
+                # very same bytes is no conflict there. And of two writes under way at once S3 refuses one
+                # (409), though the other may come to nothing.
+                if self.local is not None or isinstance(error, Unsupported):
+                    raise
+                try:
+                    if self.get(key) == data:
+                        return None
+                except StoreError as unread:
+                    if pause and isinstance(error, Conflict) and isinstance(unread, Absent):
+                        time.sleep(pause)
+                        continue
                 raise
 
     def _check_links(self, key: str) -> None:
