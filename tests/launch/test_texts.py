@@ -115,14 +115,18 @@ time.sleep(20)
 """
 
 
+def stand_in(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "requeued"),
     [("USR1", 75, True), ("TERM", 75, False), ("USR1", 2, False), ("USR1", 0, False), ("USR1", 143, True)],
 )
 def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: bool, tmp_path: Path) -> None:
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_in(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/asked')
     job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)), saves=code != 143)
     place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
     call = ["bash", "-c", slurm.script(job, SITE)]
@@ -153,8 +157,7 @@ def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: b
 def test_a_run_that_broke_is_queued_again_a_few_times(
     end: str, restarts: int, saves: bool, requeued: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_in(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/asked')
     job = Job("expert 0", (sys.executable, "-S", "-c", f"import os, sys; {end}"), saves=saves)
     place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(
@@ -174,6 +177,21 @@ def test_needs_become_dependencies_and_every_script_is_shown() -> None:
 
 
 # SkyPilot.
+
+
+def test_a_slurm_that_answers_other_lines_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for name in ("squeue", "sbatch"):
+        stand_in(tmp_path, name, 'cat > /dev/null; echo "$BANNER"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("BANNER", "welcome to 9 nodes\n12;east")
+    site = Site(URL, tmp_path, tmp_path)
+    slurm.submit([Job("router", train(URL))], site)
+    assert "submitted as job 12," in capsys.readouterr().out
+    monkeypatch.setenv("BANNER", "welcome")
+    with pytest.raises(AtollError, match=r"router: sbatch gives no number of a job \('welcome'\)"):
+        slurm.submit([Job("router", train(URL))], site)
 
 
 def test_what_a_job_asks_of_skypilot() -> None:
@@ -208,8 +226,7 @@ def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
 def launched(jobs: list[Job], folder: Path, body: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run the script by a real sh; `sky` is a stand-in that writes down what it was asked."""
     sky.submit(jobs, Site(URL, folder, folder / "an out"))
-    (folder / "sky").write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n{body}\n')
-    (folder / "sky").chmod(0o755)
+    stand_in(folder, "sky", f'echo "$@" >> {folder}/asked\n{body}')
     environment = {"PATH": f"{folder}:/usr/bin:/bin"}
     argv = ["sh", str(folder / "an out/launch.sh")]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)

@@ -130,8 +130,8 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
     names = {job.label(site.campaign): job.name for job in jobs}
     # %F is the number of a whole array, which a dependency names; %i would list its tasks.
     answer = _call(["squeue", "--noheader", "--format=%F %j", f"--name={','.join(names)}"], "the queue")
-    queue = [line.split(maxsplit=1) for line in answer.splitlines() if line.strip()]
-    queued = {names[name.strip()]: number for number, name in queue if name.strip() in names}
+    found = re.findall(r"^(\d+) +(\S+) *$", answer, re.MULTILINE)
+    queued = {names[name]: number for number, name in found if name in names}
     for folder in {_prints(job, site) for job in jobs}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,14 +144,16 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
             continue
         try:
             answer = _call(_sbatch(job, numbers), job.name, script(job, site))
+            # --parsable prints NUMBER;CLUSTER where there are several clusters, and a site a greeting before.
+            if (number := re.search(r"^\d+(?=;|\s*$)", answer, re.MULTILINE)) is None:
+                raise AtollError(f"{job.name}: sbatch gives no number of a job ({answer.strip()[:80]!r})")
         # Some jobs may be in the queue by now, and a launch that ends must not leave them unnamed.
         except AtollError as error:
             new = [f"{name} (job {number})" for name, number in numbers.items() if name not in queued]
             done = f"; submitted before it: {', '.join(new)}" if new else ""
             fix = "correct launch in campaign.yaml and launch again: what is queued is not submitted twice"
             raise AtollError(error.what + done, error.fix or fix) from None
-        # --parsable prints NUMBER;CLUSTER where there are several clusters.
-        numbers[job.name] = answer.strip().split(";")[0]
+        numbers[job.name] = number[0]
         log = f"{_prints(job, site) / job.slug}{'-*' * (job.count > 1)}.out"
         say(f"{job.name}: submitted as job {numbers[job.name]}, prints to {log}")
 
