@@ -46,9 +46,9 @@ CEILINGS: dict[str, float] = {
     "measure": 4_056,
     "report": 1_689,
     "export": 1_749,
-    "serve": 1_506,
+    "serve": 1_505,
     "curate": 2_689,
-    "tests": 34_092,
+    "tests": 34_090,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,

@@ -126,6 +126,8 @@ def test_an_expert_in_quarantine_is_left_out(folder: Path, capsys: pytest.Captur
     for numbers in ([3], [0, 1, 2]):
         with pytest.raises(PartitionError, match="leave out some of 0 to 2, and not all of them"):
             assemble(Campaign.open(folder), numbers)
+    settings.write_text(settings.read_text().replace("[0, 2]", "[0, 3]"))
+    refused(command(capsys, "status", folder), "quarantine.3: there is no such island: use 0 to 2")
 
 
 def test_without_a_router_nothing_is_assembled(folder: Path) -> None:

@@ -49,12 +49,17 @@ def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     assert one.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--expert", "1")
 
 
-def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(tmp_path: Path) -> None:
+def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     *_, last = plan_jobs(opened(tmp_path / "c", {"gpus": 2, "slurm": {"partition": "gpu"}}), "slurm")
     assert last.name == "assemble" and last.needs == ("expert 0", "expert 1", "router")
     assert (last.gpus, last.processes, last.slurm.partition) == (0, 1, "gpu")
-    *_, last = plan_jobs(Campaign.open(tmp_path / "c", ["quarantine=[1]", "launch.gpus=1"]), "slurm")
-    assert last.argv[-2:] == ("--set", "quarantine=[1]")
+    (tmp_path / "a.pem").touch()
+    monkeypatch.chdir(tmp_path)  # a key's path means there what it means here
+    sets = ["quarantine=[1]", "launch.gpus=1", "trusted=[a.pem]"]
+    *_, last = plan_jobs(Campaign.open(tmp_path / "c", sets), "slurm")
+    assert last.argv[-4:] == ("--set", "quarantine=[1]", "--set", f"trusted=[{tmp_path / 'a.pem'}]")
     for launch, on in ((MIXED, None), ({}, "local"), ({}, "sky")):
         assert "assemble" not in {one.name for one in plan_jobs(opened(tmp_path / "d", launch), on)}  # type: ignore[arg-type]
 

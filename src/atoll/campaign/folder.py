@@ -322,8 +322,10 @@ def sets_loose(assignment: str) -> bool:
 def _from_shell(assignment: str) -> str:
     """The assignment with an absolute path: on the command line a path means what it means to the shell."""
     key, _, text = assignment.partition("=")
-    path = text
-    if key.strip().endswith(("origin", "network.init", *NETWORKS)):
+    path: str | list[str] = text
+    if key.strip() == "trusted" and isinstance(keys := read_yaml(text, f"--set {key}"), list):
+        path = [placed(str(name), Path.cwd()) for name in keys]
+    elif key.strip().endswith(("origin", "network.init", *NETWORKS)):
         path = placed(read_yaml(text, f"--set {key}") if text.lstrip().startswith("[") else text, Path.cwd())
     elif text not in ("glyphs", "null", "") and not is_url(text):
         # Of several sources, `{NAME: {source: ...}}`, each is named by itself; a pattern has braces too.
@@ -331,7 +333,8 @@ def _from_shell(assignment: str) -> str:
         one_of_several = key.startswith("data.source.") and key.endswith(".source")
         is_path = (key in ("data.path", "data.source") or one_of_several) and not several
         path = str(local_path(text)) if is_path else text
-    return assignment if path == text else f"{key}={yaml.safe_dump(path, width=10**6).splitlines()[0]}"
+    written = yaml.safe_dump(path, width=10**6, default_flow_style=True).splitlines()[0]
+    return assignment if path == text else f"{key}={written}"
 
 
 def placed(named: str | list[Any], beside: Path, known: Any = None) -> str:

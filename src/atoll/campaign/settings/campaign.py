@@ -209,7 +209,8 @@ class CampaignConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for group, numbers in (("islands", self.islands), ("launch.islands", self.launch.islands)):
+        named = [*self.islands], [*self.launch.islands], self.quarantine
+        for group, numbers in zip(("islands", "launch.islands", "quarantine"), named, strict=True):
             for number in numbers:
                 if not 0 <= number < self.partition.k:
                     last = self.partition.k - 1
