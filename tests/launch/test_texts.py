@@ -176,12 +176,7 @@ def test_needs_become_dependencies_and_every_script_is_shown() -> None:
     assert text.count("#!/bin/bash") == 3
 
 
-# SkyPilot.
-
-
-def test_a_slurm_that_answers_other_lines_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_a_slurm_that_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name in ("squeue", "sbatch"):
         stand_in(tmp_path, name, 'cat > /dev/null; echo "$BANNER"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -192,6 +187,9 @@ def test_a_slurm_that_answers_other_lines_too(
     monkeypatch.setenv("BANNER", "welcome")
     with pytest.raises(AtollError, match=r"router: sbatch gives no number of a job \('welcome'\)"):
         slurm.submit([Job("router", train(URL))], site)
+
+
+# SkyPilot.
 
 
 def test_what_a_job_asks_of_skypilot() -> None:

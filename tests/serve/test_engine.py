@@ -117,6 +117,8 @@ def test_a_request_is_the_same_picture_alone_in_any_batch_and_from_the_model(
         time.sleep(0.01)  # so that they stand at different steps
     together = [client.bytes(job) for job in jobs]
     client.engine.drain(0)
+    with pytest.raises(Refused, match="draining"):
+        client.ask(WAYS[0])
     assert alone == expected and together == expected
     assert len({image for images in expected for image in images}) == 2 * len(WAYS)
 

@@ -150,17 +150,17 @@ class Observer:
         self._plans: dict[Run, RunPlan] = {}
         self._bytes_out: dict[Run, tuple[int, int]] = {}
         # Asked once, and when ours is set: every question writes a file, and clocks hardly drift in a watch.
-        self._ahead, self._set = 0.0, math.inf  # seconds that the store's is ahead of ours, ours of monotonic
+        self._ahead, self._ours = 0.0, math.inf  # seconds: the store's clock over ours, ours over monotonic
         self._clock: Literal["store", "local"] = "store"
 
     def read(self) -> CampaignStatus:
         """How it stands now; a run that cannot be read says so and hides no other."""
         store, config = self.campaign.store, self.campaign.config
         partitioned = self.campaign.is_partitioned
-        if abs((ours := time.time() - time.monotonic()) - self._set) > 1:
+        if abs((ours := time.time() - time.monotonic()) - self._ours) > 1:
             # Ages are differences of the store's own times: clocks of islands may be hours apart. A file
             # beside `campaign.json`, gone at once, tells its time; a read-only store cannot.
-            self._set = ours
+            self._ours = ours
             try:
                 self._ahead, self._clock = store_time(store) - time.time(), "store"
             except StoreError:

@@ -227,8 +227,9 @@ def _submit(engine: Engine, settings: ServeSettings, asked: ImageRequest) -> tup
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     prompts = () if model.card.condition == "none" and not asked.prompt else (asked.prompt,)
-    about = asked.negative or "", count, asked.partial_images or 0
-    job = Job(name, prompts, generation, tell, *about, deadline=time.monotonic() + settings.deadline)
+    negative, partial_images = asked.negative or "", asked.partial_images or 0
+    deadline = time.monotonic() + settings.deadline
+    job = Job(name, prompts, generation, tell, negative, count, partial_images, deadline=deadline)
     try:
         engine.submit(job)
     except Refused as refusal:
@@ -289,9 +290,8 @@ def _facts(job: Job, event: Drawn) -> dict[str, Any]:
 
 
 def _refusal(event: Failed) -> ApiError:
-    return ApiError(
-        STATUS.get(event.code, 500), event.message, event.code, after=None if event.repeats else 5
-    )
+    status = STATUS.get(event.code, 500)
+    return ApiError(status, event.message, event.code, after=None if event.repeats else 5)
 
 
 def _bytes(image: Image.Image, kind: str, quality: int | None) -> bytes:
@@ -414,7 +414,7 @@ class _Connection(H11Protocol):
 
     patience = 30.0  # seconds in which a client sends all of a request, and reads something of its answer
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._look(None)
 
