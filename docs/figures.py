@@ -33,12 +33,13 @@ SIDES = (
     ("isolated experts", ISLANDS, "o", -18, SHORT.split(":")[0], LONG.split(":")[0]),
 )
 """Label, colour, mark, the label's height over the last point, and what was trained."""
-WIDER = (
-    (128, SINGLE, "s", -9, "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images", "monolith"),
-    (192, SINGLE, "s", -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images", "monolith"),
-    (192, ISLANDS, "o", 3, "islands that share nothing, bf16, 192 channels, 597,089 images", "top-1"),
+OTHERS = (
+    ("128 channels", SINGLE, -9, "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images"),
+    ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
+    ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
+    ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
 )
-"""Channels, colour, mark, the label's height over the point, and the entry and model of one seed."""
+"""Of one seed: label, colour, the label's height over the point, and the entry."""
 RATIOS = (
     (0.2, "icons", "left", "icons.json", "cut by features", "distance of top-1 / single"),
     (
@@ -49,7 +50,7 @@ RATIOS = (
         SHORT,
         OVER.format("bf16, ", "400,000", ", 95 % unpaired"),
     ),
-    (43, "twice as wide", "left", "headline.json", f"{WIDER[2][4]}: top-1", f"{JUDGE}, over {WIDER[1][4]}"),
+    (43, "twice as wide", "left", "headline.json", f"{OTHERS[2][3]}: top-1", f"{JUDGE}, over {OTHERS[1][3]}"),
     (160, "emoji, 2 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 %")),
     (160, "paper (FID)", "left", "paper.json", "eight experts, 800k steps", None),
 )
@@ -74,12 +75,13 @@ def distances(axes: Any) -> None:
         axes.plot(spent, middle, mark + "-", color=colour, lw=1.4, ms=7)
         place = {"xytext": (-7, height), "textcoords": "offset points", "ha": "right", "color": colour}
         axes.annotate(label, (spent[-1], middle[-1]), **place)
-    for channels, colour, mark, height, name, model in WIDER:
+    for label, colour, height, name in OTHERS:
+        mark, model = ("s", "monolith") if colour == SINGLE else ("o", "top-1")
         point = known["points"][name][model]["3"]
         at, value = point["flops"], point["test"][JUDGE]
         axes.plot([at], [value], mark, color=colour, mfc="white", ms=6)
         place = {"xytext": (8, height), "textcoords": "offset points", "color": colour}
-        axes.annotate(f"{channels} channels", (at, value), fontsize=8, **place)
+        axes.annotate(label, (at, value), fontsize=8, **place)
     axes.axhline(known["floor"][JUDGE], color=QUIET, lw=1.2, ls=":")
     axes.text(5.6e14, known["floor"][JUDGE] + 9, "real training images", ha="right", color=QUIET)
     axes.set(xscale="log", xlim=(8e13, 9.5e14), ylim=(0, 640))
