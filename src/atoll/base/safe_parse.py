@@ -96,7 +96,7 @@ def read_text(path: Path, most: int = LARGEST) -> str:
 
 def unreadable(why: OSError, path: Path | None = None) -> NoReturn:
     """`DataError` in one line; with `path`, since only opening a file names it, and reading it does not."""
-    raise DataError(f"cannot read {path or why.filename}: {why.strerror}", "check its permissions") from None
+    raise DataError(f"cannot read {path or why.filename}: {why.strerror}", "check path and access") from None
 
 
 def files_below(folder: Path, suffixes: Collection[str]) -> list[Path]:

@@ -9,13 +9,14 @@ import csv
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os.path import realpath
+from os.path import lexists, realpath
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any
 
 from atoll.base.errors import DataError
 from atoll.base.safe_parse import read_json, unreadable
+from atoll.base.text import many
 from atoll.data.decode import SUFFIXES, BadImageError
 from atoll.data.formats import Reject, clean
 from atoll.data.settings import RowOptions
@@ -116,7 +117,7 @@ class FolderSource(Source):
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
             raise DataError(what, "leave out data.ingest.group, label, id and licence_column")
         if not self.options.uncaptioned and not any(path.with_suffix(".txt").exists() for path in images):
-            what = f"{self.folder} holds {len(images)} images but no captions"
+            what = f"{self.folder} holds {many(len(images), 'image')} but no captions"
             made = "set data.ingest.uncaptioned=true and describe them with `atoll data caption`"
             fix = f"write {METADATA[0]} (file_name, text) or NAME.txt beside each image, or {made}"
             raise DataError(what, fix)
@@ -160,10 +161,8 @@ class FolderSource(Source):
         if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name or not parts:
             return Reject(where, "unsafe path", repr(name)[:200])
         path = table.parent.joinpath(*parts)
-        try:
-            exists = path.is_file()
-        except (OSError, ValueError):  # a name that is too long, or that the file system cannot hold
-            exists = False
+        # What is there but no file, as a pipe or a link to itself, says so when it is read.
+        exists = lexists(path)
         return _Entry(path, self._key(path), row) if exists else Reject(where, "missing file", name[:200])
 
     def _beside(self, path: Path) -> _Entry | Reject:
@@ -218,8 +217,7 @@ def _read_csv(path: Path) -> list[tuple[int, Row]]:
     except OSError as error:
         unreadable(error, path)
     except csv.Error as error:
-        what = f"{path} is not a readable CSV file ({error})"
-        raise DataError(what, "mend it or write metadata.jsonl") from None
+        raise DataError(f"{path} is not readable CSV ({error})", "mend it or write metadata.jsonl") from None
     finally:
         csv.field_size_limit(before)
     return rows
