@@ -144,7 +144,8 @@ def make(
     warnings = imbalances(sizes, config.capacities)
     if (heldout == 0).any() and heldout.any():
         names = shorten([*map(str, np.flatnonzero(heldout == 0))])
-        warnings.append(f"clusters without held-out rows, so without a validation loss: {names}")
+        few = "; compare needs two such rows: raise data.ingest.heldout" if heldout.sum() == 1 else ""
+        warnings.append(f"clusters without held-out rows, so without a validation loss: {names}{few}")
     if several := [f"{number} ({len(names)})" for number, names in enumerate(values) if len(names) > 1]:
         warnings.append(f"clusters hold several values each: {shorten(several)}")
     about = PartitionFile(

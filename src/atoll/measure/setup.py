@@ -129,7 +129,7 @@ class CommonSetup:
         fitted, config = self.fitted, self.config
         most = min(config.components, min(self.references, fitted.about.count) // 2)
         if most < 1:
-            what = f"{self.references} {SPLITS[self.split]} rows cannot judge"
+            what = f"{SPLITS[self.split]} rows are too few to judge by ({self.references})"
             raise DataError(what, f"hold out more: data.ingest.{self.split}")
 
         def projection() -> Projection:
