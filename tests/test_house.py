@@ -47,7 +47,7 @@ CEILINGS: dict[str, float] = {
     "report": 1_689,
     "export": 1_749,
     "serve": 1_505,
-    "curate": 2_689,
+    "curate": 2_688,
     "tests": 34_090,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it

@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused(campaign: Path, run: Run):
         ("score >= qq", "no condition"),
         ("score >= 1e", "no condition"),
         ("score >= q1.5", "quantile"),
-        ("Beauty >= q0.5", "no score 'Beauty'"),
+        ("Beauty >= q0.5", "no score 'Beauty': use width, height, MetaVoter"),
         ("Looks >= q0.5", "describes a person", "--allow-sensitive"),
         ("score > 1", "keeps no row"),
     ):

@@ -22,7 +22,6 @@ from atoll.base.hashing import sha256
 from atoll.base.safe_parse import read_text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
-from atoll.curate.aesthetics.stages import COLUMN as SCORES
 from atoll.curate.aesthetics.stages import scores_of
 from atoll.curate.audit import caption_hits, chunks, hits_of, vocabulary_of
 from atoll.curate.concepts import IMAGE, TEXT, Vocabulary
@@ -66,8 +65,6 @@ def parse(text: str) -> Condition:
     def compared(dataset: DataSet, groups: Sequence[I64], sensitive: bool) -> B1:
         if name in OF_ROWS:
             values = dataset.table([name])[name].to_numpy().astype(np.float32)
-        elif not dataset.has_column(SCORES):
-            raise DataError(f"{dataset.store.location} has no scores", "run 'atoll aesthetics score' first")
         else:
             values = scores_of(dataset, name, sensitive)
         fulfilled = np.zeros(len(values), dtype=bool)
@@ -83,7 +80,8 @@ def parse(text: str) -> Condition:
 def _listed(dataset: DataSet, name: str, values: tuple[str, ...]) -> B1:
     texts = [field.name for field in dataset.shard_table(0).schema if pa.types.is_string(field.type)]
     if name not in texts:
-        raise ConfigError(f"rows have no {name!r}", f"they have {', '.join(texts)}")
+        fix = "a licence comes from data.ingest.licence_column, a source from several sources"
+        raise ConfigError(f"rows have no {name!r}", f"they have {', '.join(texts)}; {fix}")
     column = dataset.table([name])[name]
     present = pc.unique(column).to_pylist()
     for value in values:

@@ -128,11 +128,12 @@ def _reported(campaign: Campaign, column: Column) -> Column:
 
 def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[Any]:
     """One score of all rows `(rows,)`; `ConfigError` for an unknown, or an unasked sensitive one."""
-    column = dataset.column(COLUMN)
-    names = column.meta.producer.get("scores", [])
-    name = MEAN if name == "score" and name not in names else name
-    if name not in names:
-        raise ConfigError(f"there is no score {name!r}", f"use one of {', '.join(names)}")
+    column = dataset.column(COLUMN) if dataset.has_column(COLUMN) else None
+    names = column.meta.producer.get("scores", []) if column else []
+    name = MEAN if name == "score" and name not in names and names else name
+    if column is None or name not in names:
+        fix = f"use {', '.join(['width', 'height', *names])}, or 'atoll aesthetics score' first"
+        raise ConfigError(f"there is no score {name!r}", fix)
     if name in column.meta.producer.get("sensitive", []) and not sensitive:
         what = f"{name!r} describes a person: rows are not chosen by it"
         raise ConfigError(what, "say --allow-sensitive if that is what you mean")
