@@ -19,7 +19,7 @@ class AtollError(Exception):
 
     def __init__(self, what: str, fix: str | None = None) -> None:
         self.what, self.fix = what, fix
-        super().__init__(" ".join(f"{what}: {fix}".split()) if fix else " ".join(what.split()))
+        super().__init__(" ".join(f"{what.rstrip('.')}: {fix}".split()) if fix else " ".join(what.split()))
 
 
 class PeerFailed(AtollError):

@@ -58,9 +58,8 @@ def audit(campaign: str) -> None:
     for problem in problems:
         say(f"problem: {problem}")
     if problems:
-        first = problems[0].rstrip(".")
         fix = "columns: atoll data embed, encode; others: restore them, or remove the folder and ingest again"
-        raise AtollError(f"{len(problems)} problems in the data set, the first: {first}", fix)
+        raise AtollError(f"{len(problems)} problems in the data set, the first: {problems[0]}", fix)
     say("no problems")
 
 
