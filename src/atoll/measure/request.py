@@ -142,7 +142,7 @@ def table(results: Sequence[MeasuredPoint], compared: Collection[str] = ()) -> L
         values = list({digest(protocol[field]): protocol[field] for protocol in protocols}.values())
         if field in passed or len(values) < 2:
             continue
-        text = f"{field} differs: {', '.join('none' if value is None else str(value) for value in values)}"
+        text = f"{field} differs: {', '.join('none' if v is None else f'{v!s:.40}' for v in values)}"
         # Another version of Atoll is likely harmless: one that changes numbers has another version of points.
         notes += [text] if field == "code" else []
         warnings += [] if field == "code" else [f"{text}; do not compare"]
@@ -169,4 +169,4 @@ def notes_of(results: Iterable[tuple[str, Mapping[str, MeasuredValue]]]) -> list
         for name, value in values.items():
             for note in (value.note or "").split("; ") if value.note else ():
                 holds.setdefault(note, []).append(f"{name} {where}".strip())
-    return [f"{', '.join(names)}: {note}" for note, names in holds.items()]
+    return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in holds.items()]
