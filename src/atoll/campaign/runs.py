@@ -78,7 +78,7 @@ def run_to_train(campaign: "Campaign", role: str, expert: int | None) -> Run:
         raise ConfigError(f"{root.location} {why}", fix)
     if not root.exists(run.plan):
         late = " with the same --set" if run.kind.late else ""
-        fix = f"run 'atoll partition {root.location}'{late} first"
+        fix = f"run 'atoll partition {root.location}'{late} first, or copy it here"
         raise PartitionError(f"{root.name(run.folder)} has no island.json", fix)
     return run
 

@@ -364,7 +364,9 @@ def lines(status: CampaignStatus) -> list[str]:
     launch = f"atoll launch {shlex.quote(status.location)}"
     idle = [run for run in runs if run.state in ("left", "waiting")]
     if not status.partitioned:
-        text.append(f"Not partitioned yet. Start: {launch}")
+        here = ", ".join(run.name for run in runs if run.steps is not None)
+        copied = f"A copy of {here} alone: train it here, and copy it back to the campaign."
+        text.append(copied if here else f"Not partitioned yet. Start: {launch}")
     elif any(run.state in ("stale", "failed") for run in status.bad):
         text.append(f"Go on from what is saved: {launch}")
     elif idle and not status.bad and not any(run.state == "training" for run in runs):
