@@ -182,7 +182,7 @@ def evaluate_stage(
     """
     counts, dataset, vocabulary = counts_of(campaign), campaign.dataset(), vocabulary_of(campaign)
     if not campaign.store.exists(TailPrompts.PLACE):
-        raise DataError(f"{campaign.store.location} has no prompts", TailPrompts.REMEDY)
+        raise DataError(f"{campaign.store.location} has no prompts", "run 'atoll concepts tail' first")
     prompts = TailPrompts.read(campaign.store, TailPrompts.PLACE)
     if not prompts.vocabulary == counts.vocabulary == vocabulary.hash:
         raise DataError("prompts, counts and captions are of other concepts", "index, audit and choose again")
