@@ -323,8 +323,7 @@ def values_of(dataset: DataSet, name: str) -> NDArray[np.str_]:
         missing |= np.char.startswith(values, "-")
     if missing.any():
         count, first = int(missing.sum()), dataset.ids[int(missing.argmax())]
-        fix = "give them one, or choose another column"
-        raise DataError(f"{count:,} rows have no {name}, the first is {first!r}", fix)
+        raise DataError(f"{count:,} rows lack {name}, the first is {first!r}", "fill it in or choose another")
     return values
 
 
