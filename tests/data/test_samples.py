@@ -102,7 +102,7 @@ def test_without_condition_there_is_none(encoded: DataSet) -> None:
 def test_rows_without_labels_are_refused(folder, store) -> None:  # type: ignore[no-untyped-def]
     config = IngestConfig(size=8, heldout=0.2)
     dataset = ingest(open_source(folder, config), store, "x", config)
-    with pytest.raises(DataError, match="6 rows lack label"):
+    with pytest.raises(DataError, match="6 rows have no label"):
         _ = dataset.labels
     latents_job(dataset, autoencoder("none")).run()
     dataset.labels = torch.tensor([0, 1, 2_119_789])
