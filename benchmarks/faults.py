@@ -23,8 +23,8 @@ from pyarrow import parquet
 from variants import SMALL
 
 from atoll.campaign.folder import Campaign
-from atoll.curate.aesthetics.scale import Labels, Scale, read_labels
-from atoll.curate.aesthetics.scorer import HEADS, Scorer, Training
+from atoll.curate.aesthetics.scale import HEADS, Labels, Scale, read_labels
+from atoll.curate.aesthetics.scorer import Scorer, Training
 from atoll.curate.aesthetics.stages import evaluate_stage
 
 PHOTOGRAPHS = (

@@ -18,5 +18,4 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def campaign(made: Path, tmp_path: Path) -> Path:
-    """A copy."""
     return Path(shutil.copytree(made, tmp_path / "c"))

@@ -13,7 +13,7 @@ import torch
 
 from atoll.base.text import percent, words_of
 from atoll.campaign.folder import Campaign
-from atoll.curate.audit import ConceptCounts, count, evenness, spread
+from atoll.curate.audit import ConceptCounts, count, evenness, spread, written
 from atoll.curate.concepts import FLOOR, TEXT, Finder, Vocabulary, linear, write_hits
 from atoll.data.cluster_map import telling
 from atoll.encoders.vision import ClipEncoder, extractor
@@ -27,12 +27,8 @@ def index(run: Run, campaign: Path, concepts: list[str] = CONCEPTS) -> tuple[Voc
     (campaign / "concepts.txt").write_text("\n".join(concepts))
     answer = run("concepts", "index", campaign, "--vocabulary", campaign / "concepts.txt")
     assert answer.code == 0 and f"{len(concepts)} concepts (concepts.txt)" in answer.out
-    vocabulary = Vocabulary.read(Campaign.open(campaign).store, Vocabulary.PLACE)
+    vocabulary = written(Campaign.open(campaign), Vocabulary)
     return vocabulary, Finder(vocabulary)
-
-
-def counts_of(campaign: Path) -> ConceptCounts:
-    return ConceptCounts.read(Campaign.open(campaign).store, ConceptCounts.PLACE)
 
 
 def tags(folder: Path, **columns: list[object]) -> Path:
@@ -41,8 +37,7 @@ def tags(folder: Path, **columns: list[object]) -> Path:
 
 
 def captions(folder: Path) -> list[str]:
-    texts: list[str] = Campaign.open(folder).dataset().table(["caption"])["caption"].to_pylist()
-    return texts
+    return list(Campaign.open(folder).dataset().table(["caption"])["caption"].to_pylist())
 
 
 def test_counts_are_those_of_every_caption(campaign: Path, run: Run):
@@ -57,7 +52,7 @@ def test_counts_are_those_of_every_caption(campaign: Path, run: Run):
             for concept in CONCEPTS:
                 phrase = f" {' '.join(words_of(concept))} ".replace("letters ", "letter ")
                 expected[concept, int(partition.clusters[row])] += phrase in f" {' '.join(words_of(text))} "
-    counts = counts_of(campaign)
+    counts = written(Campaign.open(campaign), ConceptCounts)
     assert {(c, k): counts.text[n][k] for n, c in enumerate(CONCEPTS) for k in (0, 1)} == dict(expected)
     assert expected["small letter", 0] > 3 and expected["unicorn", 0] == 0
     absent = sum(not any(row) for row in counts.text)
@@ -91,9 +86,9 @@ def test_tags_are_imported_counted_with_captions_and_by_threshold(campaign: Path
     rows = [dataset.ids[row] for row in small]
     path = tags(
         campaign,
-        id=[*rows, rows[0], "a stranger"],
-        concept=["Small_letter", "unicorn", "unicorn", "letters", "letters", "no such", "letter", "letter"],
-        probability=[0.9, 0.8, 0.71, 0.6, FLOOR / 2, 1.0, 0.99, 1.0],
+        id=[*rows, *["a stranger"] * 70_000, rows[0]],  # of more rows than are read at a time
+        concept=["Small_letter", "unicorn", "unicorn", "letters", "letters", "no such", *["letter"] * 70_001],
+        probability=[0.9, 0.8, 0.71, 0.6, FLOOR / 2, *[1.0] * 70_001, 0.99],
     )
     assert run("concepts", "tag", campaign, path).code == 0
     answer = run("concepts", "audit", campaign)
@@ -135,11 +130,12 @@ def test_labels_are_concepts_too_and_another_vocabulary_leaves_them_out(campaign
     assert "alone are counted" not in run("concepts", "audit", campaign).out
     dataset = Campaign.open(campaign).dataset()
     labels = dataset.take(dataset.split("train"))["label"].to_pylist()
-    assert counts_of(campaign).table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
+    counts = written(Campaign.open(campaign), ConceptCounts)
+    assert counts.table("image").sum(1).tolist() == [labels.count(0), labels.count(1)]
     index(run, campaign)
     answer = run("concepts", "audit", campaign)
     assert answer.code == 0 and "captions alone are counted" in answer.out
-    assert counts_of(campaign).image is None
+    assert written(Campaign.open(campaign), ConceptCounts).image is None
 
 
 def test_a_linear_tagger_learns_what_captions_say(campaign: Path, run: Run):

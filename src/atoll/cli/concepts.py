@@ -122,16 +122,14 @@ def tail(campaign: str, **how: Any) -> None:
 @click.option("--seed", type=int, default=0, help="Of the noise.")
 @click.option("--extractor", help="Feature space of the judge; by default that of atoll compare.")
 @click.option("--scorer", help="Folder of an aesthetic scorer, to score looks too.")
-def evaluate(
-    campaign: str, extractor: str | None, guidance: float | None, steps: int | None, seed: int, **how: Any
-) -> None:
+def evaluate(campaign: str, extractor: str | None, **how: Any) -> None:
     """Draw rare and common concepts by every model with the same noise, and judge the pictures."""
     from atoll.curate.tail import evaluate_stage
 
     opened = open_campaign(campaign)
     own = opened.config.compare
     space = (extractor, None) if extractor else (own.extractor, own.extractor_size)
-    generation = {"guidance": guidance, "steps": steps, "seed": seed}
+    generation = {name: how.pop(name) for name in ("guidance", "steps", "seed")}
     evaluate_stage(opened, space=space, generation=generation, **how)
 
 

@@ -3,15 +3,18 @@
 Only counts leave an island, and they add up: the counts of two data sets are those of both together.
 """
 
+import os
 from collections.abc import Sequence
 from functools import reduce
+from itertools import chain
 from operator import add
 from pathlib import Path
-from typing import Any, Self
+from posixpath import split
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from atoll.base.config import Config
 from atoll.base.console import say
@@ -24,15 +27,17 @@ from atoll.base.text import many, shorten
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import CONCEPTS, TOP_WORDS, ReportTable
 from atoll.curate import concepts
-from atoll.curate.concepts import IMAGE, PROBABILITIES, TEXT, Match, Vocabulary
+from atoll.curate.concepts import IMAGE, PROBABILITIES, Match, Vocabulary, caption_hits, hits_of
 from atoll.data.cluster_map import telling
-from atoll.data.columns import Column
+from atoll.data.columns import Column, by_shard
 from atoll.data.dataset import DataSet
 from atoll.data.settings import features_column
 from atoll.store.store import Store
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
+Kind = TypeVar("Kind", bound=File)
+Count = Annotated[int, Field(ge=0, le=2**48)]
 TABLES = ("text", "image", "both")
 CHUNK = 1 << 16
 """Rows whose hits are in memory at once."""
@@ -144,20 +149,6 @@ def chunks(rows: I64) -> list[I64]:
     return [rows[first : first + CHUNK] for first in range(0, len(rows), CHUNK)]
 
 
-def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | None:
-    """A column of hits; None where there is none of this vocabulary."""
-    column = dataset.column(name) if dataset.has_column(name) else None
-    return column if column and column.meta.producer.get("vocabulary") == vocabulary.hash else None
-
-
-def caption_hits(dataset: DataSet, vocabulary: Vocabulary) -> Column:
-    """Concepts in captions; `DataError` where captions were not searched for these."""
-    if (column := hits_of(dataset, TEXT, vocabulary)) is None:
-        what = f"the captions of {dataset.store.location} are not searched for these concepts"
-        raise DataError(what, "run 'atoll concepts index' again")
-    return column
-
-
 class Spread(Config):
     """How the counts of all concepts are spread, in captions (text), pictures (image) or both."""
 
@@ -206,33 +197,35 @@ def evenness(table: I64, rows: I64) -> F64:
 TABLE = ConceptCounts.PLACE.replace(".json", ".csv")
 
 
-def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match) -> Vocabulary:
+def index_stage(campaign: Campaign, path: Path | None, least: int, match: Match) -> None:
     """Fix the campaign's vocabulary and find its concepts in every caption."""
     dataset = campaign.dataset()
     if path is None:
-        captions = dataset.table(["caption"])["caption"].to_pylist()
-        train = [captions[row] for row in dataset.split("train")]
-        vocabulary = Vocabulary.of_captions(train, least, match)
+        # Shard by shard: all captions of a large data set have more bytes than memory.
+        parts = by_shard(dataset.bounds, dataset.split("train"))
+        taken = (dataset.shard_table(n, ["caption"])["caption"].take(rows) for n, _, rows in parts)
+        captions = chain.from_iterable(texts.to_pylist() for texts in taken)
+        vocabulary = Vocabulary.of_captions(captions, least, match)
     else:
         vocabulary = Vocabulary.of_lines(read_text(path).splitlines(), path.name, match)
     column = concepts.index(dataset, vocabulary)
     campaign.store.put_json(Vocabulary.PLACE, vocabulary.to_json())
     say(f"{many(len(vocabulary), 'concept')} ({vocabulary.source}): {shorten(vocabulary.concepts)}")
     others = "; --vocabulary FILE names others" if path is None else ""
-    say(f"  at most {column.meta.max_length} in a caption{others}")
-    return vocabulary
+    say(f"  at most {int(column.lengths().max())} in a caption{others}")
 
 
-def vocabulary_of(campaign: Campaign) -> Vocabulary:
-    """The campaign's vocabulary; `DataError` before there is one."""
-    if not campaign.store.exists(Vocabulary.PLACE):
-        raise DataError(f"{campaign.store.location} has no vocabulary", "run 'atoll concepts index' first")
-    return Vocabulary.read(campaign.store, Vocabulary.PLACE)
+def written(campaign: Campaign, kind: type[Kind]) -> Kind:
+    """The campaign's vocabulary, counts or prompts; `DataError` before there are any."""
+    if not campaign.store.exists(kind.PLACE):
+        what = f"{campaign.store.location} has no {Path(kind.PLACE).stem}"
+        raise DataError(what, kind.REMEDY.replace("again", "first"))
+    return kind.read(campaign.store, kind.PLACE)
 
 
 def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None:
     """Find concepts in pictures, or a part of them, by `labels`, `linear`, `clip:NAME` or a table of tags."""
-    dataset, vocabulary = campaign.dataset(), vocabulary_of(campaign)
+    dataset, vocabulary = campaign.dataset(), written(campaign, Vocabulary)
     if tagger == "labels":
         producer, hits = concepts.of_labels(dataset, vocabulary)
     elif tagger == "linear":
@@ -240,20 +233,21 @@ def tag_stage(campaign: Campaign, tagger: str, part: Part | None = None) -> None
         producer, hits = concepts.linear(dataset, vocabulary, features)
     elif tagger.startswith("clip:"):
         producer, hits = concepts.clip(dataset, vocabulary, tagger.removeprefix("clip:"))
-    elif Path(tagger).exists():
+    elif os.path.exists(tagger):  # pathlib's raises where the name is too long
         producer, hits = concepts.imported(dataset, vocabulary, Path(tagger))
     else:
         fix = "give labels, linear, clip:NAME, or a file of tags"
         raise ConfigError(f"there is no tagger or file {tagger!r}", fix)
     if (column := concepts.write_hits(dataset, vocabulary, producer, hits, part)) is not None:
-        say(f"concepts in pictures by {producer['name']}: at most {column.meta.max_length} in one")
+        say(f"concepts in pictures by {producer['name']}: at most {int(column.lengths().max())} in one")
 
 
 def audit_stage(campaign: Campaign, threshold: float) -> None:
     """Count the concepts of the training rows for every expert, and write the table."""
     dataset, partition = campaign.clustered()
     rows = dataset.split("train")
-    counts = count(dataset, vocabulary_of(campaign), rows, partition.clusters[rows], partition.k, threshold)
+    vocabulary, homes = written(campaign, Vocabulary), partition.clusters[rows]
+    counts = count(dataset, vocabulary, rows, homes, partition.k, threshold)
     if counts.image is None:
         say("pictures are not tagged with these concepts (atoll concepts tag): captions alone are counted")
     _write(campaign.store, counts)
@@ -261,10 +255,7 @@ def audit_stage(campaign: Campaign, threshold: float) -> None:
 
 def add_stage(paths: Sequence[str], out: str) -> None:
     """Add the counts of several islands' own data, each counted where it lies."""
-    counts = []
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        counts.append(ConceptCounts.read(Store.open(folder or "."), name))
+    counts = (ConceptCounts.read(Store.open(place or "."), name) for place, name in map(split, paths))
     _write(Store.open(out, create=True), reduce(add, counts))
 
 

@@ -8,7 +8,7 @@ when counting, since that of one tagger says nothing about another's.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import chain, product
@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 from pyarrow import csv
+from pyarrow.parquet import ParquetFile
 from torch import Tensor
 
 from atoll.base.console import Progress
@@ -27,19 +28,21 @@ from atoll.base.errors import ConfigError, DataError, extra, first_line
 from atoll.base.format import File
 from atoll.base.hashing import digest, sha256
 from atoll.base.part import Part
-from atoll.base.safe_parse import read_bytes, read_json
+from atoll.base.safe_parse import read_bytes, read_json, unreadable
 from atoll.base.text import NO_NOUNS, words_of
-from atoll.data.columns import Column
-from atoll.data.dataset import CAPTION, DataSet, read_parquet
+from atoll.data.columns import Column, Compute
+from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.job import ColumnJob
 from atoll.encoders.vision import ClipEncoder, extractor
+from atoll.store.store import regular
 
 Match = Literal["phrase", "words"]
 MOST_FORMS = 256
 """Ways to write one concept, beyond which only its last word is inflected."""
 LONGEST = 200
 MOST_BYTES = 2**32
-"""Of a table."""
+"""Of a table of JSON lines."""
+TAG = np.dtype([("row", "i8"), ("concept", "i4"), ("probability", "f4")])
 COMMON = 0.8
 """Share of captions above which a noun is no concept: it distinguishes no caption from another."""
 
@@ -80,14 +83,15 @@ class Vocabulary(File):
         return cls(concepts=tuple(concepts), match=match, source=source)
 
     @classmethod
-    def of_captions(cls, captions: Collection[str], least: int, match: Match = "phrase") -> "Vocabulary":
+    def of_captions(cls, captions: Iterable[str], least: int, match: Match = "phrase") -> "Vocabulary":
         """The nouns, in singular, of so many captions at least and not of nearly all, common ones first."""
-        counts: Counter[str] = Counter()
+        counts, total = Counter[str](), 0
         for caption in captions:
+            total += 1
             counts.update({noun for word in words_of(caption) for noun in nouns(word)})
         # Ties by name: a set's order of strings changes with each process, and the order gives the numbers.
         frequent = sorted((-count, noun) for noun, count in counts.items() if count >= least)
-        everywhere = [noun for count, noun in frequent if -count > COMMON * len(captions)]
+        everywhere = [noun for count, noun in frequent if -count > COMMON * total]
         chosen = tuple(noun for _, noun in frequent[len(everywhere) :])
         if not chosen:
             what = "every noun stands in nearly all" if frequent else f"no noun stands in {least} captions"
@@ -222,6 +226,20 @@ def ragged(rows: Iterable[Collection[float]], dtype: DTypeLike = np.int32) -> di
     return {"values": torch.from_numpy(values), "lengths": lengths}
 
 
+def hits_of(dataset: DataSet, name: str, vocabulary: Vocabulary) -> Column | None:
+    """A column of hits; None where there is none of this vocabulary."""
+    column = dataset.column(name) if dataset.has_column(name) else None
+    return column if column and column.meta.producer.get("vocabulary") == vocabulary.hash else None
+
+
+def caption_hits(dataset: DataSet, vocabulary: Vocabulary) -> Column:
+    """Concepts in captions; `DataError` where captions were not searched for these."""
+    if (column := hits_of(dataset, TEXT, vocabulary)) is None:
+        what = f"the captions of {dataset.store.location} are not searched for these concepts"
+        raise DataError(what, "run 'atoll concepts index' again")
+    return column
+
+
 IMAGE, PROBABILITIES = "concepts-image", "concepts-image-probabilities"
 PLAIN = "a photo."
 FLOOR = 0.1
@@ -246,16 +264,11 @@ def write_hits(
     def kept(shard: int) -> list[dict[int, float]]:
         return [{n: p for n, p in sorted(row.items()) if p >= FLOOR} for row in hits(shard)]
 
-    def probabilities(shard: int) -> dict[str, Tensor]:
-        return ragged((row.values() for row in kept(shard)), np.float32)
-
-    def concepts(shard: int) -> dict[str, Tensor]:
-        return ragged(kept(shard))
-
-    jobs = [
-        ColumnJob(dataset, name, producer, compute, None, "ragged")
-        for name, compute in ((PROBABILITIES, probabilities), (IMAGE, concepts))
-    ]
+    columns: dict[str, Compute] = {
+        PROBABILITIES: lambda shard: ragged((row.values() for row in kept(shard)), np.float32),
+        IMAGE: lambda shard: ragged(kept(shard)),
+    }
+    jobs = [ColumnJob(dataset, name, producer, compute, None, "ragged") for name, compute in columns.items()]
     left = [job for job in jobs if job.result() is None]
     for job in left:
         job.begin()
@@ -275,70 +288,80 @@ def write_hits(
 
 
 def imported(dataset: DataSet, vocabulary: Vocabulary, path: Path) -> tuple[Tagger, Hits]:
-    """Tags of a parquet file: `id` of the row, `concept`, and `probability` (1 where there is none)."""
-    table = read_table(path, "id", "concept")
-    ids, names = table["id"].to_pylist(), table["concept"].to_pylist()
-    given = table["probability"].to_pylist() if "probability" in table.column_names else [1.0] * len(ids)
+    """Tags of a table: `id` of the row, `concept`, and `probability` (1 where there is none)."""
     # Rows and concepts that this data set does not know are passed over: a tagger's file may cover more.
-    places = {id_: row for row, id_ in enumerate(dataset.ids)}
-    rows: dict[int, dict[int, float]] = defaultdict(dict)
-    strangers = 0
-    for line, (id_, name, value) in enumerate(zip(ids, names, given, strict=True)):
-        # NaN compares false with everything, so it is refused too.
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise DataError(f"{path}, row {line}: probability {value!r}", "give numbers from 0 to 1")
-        row, number = places.get(str(id_)), vocabulary.number(str(name))
-        strangers += row is None
-        if row is not None and number is not None:
-            rows[row][number] = max(float(value), rows[row].get(number, 0.0))
-    if strangers == len(ids):
+    row_of = {id_: row for row, id_ in enumerate(dataset.ids)}
+    parts, line, strangers = list[NDArray[Any]](), 0, 0
+    for table in read_tables(path, "id", "concept"):
+        if "probability" not in table.column_names:
+            table = table.append_column("probability", pa.repeat(1.0, len(table)))
+        columns = (table[name].to_pylist() for name in ("id", "concept", "probability"))
+        known = list[tuple[int, int, float]]()
+        for id_, name, value in zip(*columns, strict=True):
+            # NaN compares false with everything, so it is refused too.
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise DataError(f"{path}, row {line}: probability {value!r}", "give numbers from 0 to 1")
+            row, number, line = row_of.get(str(id_)), vocabulary.number(str(name)), line + 1
+            strangers += row is None
+            if row is not None and number is not None:
+                known.append((row, number, value))
+        parts.append(np.array(known, TAG))
+    if strangers == line:
         raise DataError(f"{path} tags no row of {dataset.store.location}", "give the tags of this data set")
-    bounds = dataset.bounds
+    tags = np.concatenate(parts)
+    tags = tags[np.lexsort((tags["probability"], tags["row"]))]
+    bounds, ends = dataset.bounds.tolist(), np.searchsorted(tags["row"], dataset.bounds)
 
     def hits(shard: int) -> list[dict[int, float]]:
-        return [rows.get(row, {}) for row in range(int(bounds[shard]), int(bounds[shard + 1]))]
+        of_row: list[dict[int, float]] = [{} for _ in range(*bounds[shard : shard + 2])]
+        for row, number, probability in tags[slice(*ends[shard : shard + 2])].tolist():
+            of_row[row - bounds[shard]][number] = probability  # the largest comes last
+        return of_row
 
     return {"name": "imported", "tags": sha256(path), "other rows": strangers}, hits
 
 
-def read_table(path: Path, *needed: str, lists: bool = False) -> pa.Table:
-    """A parquet, CSV or JSON-lines file: its columns of texts, numbers and, with `lists`, their lists.
+def read_tables(path: Path, *needed: str, lists: bool = False) -> Iterator[pa.Table]:
+    """A parquet, CSV or JSON-lines file in parts: columns of texts, numbers and, with `lists`, their lists.
 
-    `DataError` where it is none of them, holds no rows, or lacks a column, or has two of one name.
+    Of a parquet file one part is in memory. `DataError` where it is none of them, holds no rows, or lacks a
+    column, or has two of one name.
     """
-    data, formats = read_bytes(path, MOST_BYTES), "parquet, CSV or JSON lines"
+    count, formats = 0, "parquet, CSV or JSON lines"
     try:
+        regular(path)  # a pipe would wait for its writer
         if path.suffix.lower() == ".csv":
             # Names of digits, such as 000000012, are names.
-            names = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
-            options = csv.ConvertOptions(column_types=names)
-            table = csv.read_csv(pa.BufferReader(data), convert_options=options)
+            texts = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
+            options = csv.ConvertOptions(column_types=texts)
+            parts = csv.read_csv(path, convert_options=options).to_batches()
         elif path.suffix.lower() in (".json", ".jsonl"):
             # Not by pyarrow, which deep lines crash.
-            rows = [read_json(line) for line in data.splitlines() if line.strip()]
+            rows = [read_json(line) for line in read_bytes(path, MOST_BYTES).splitlines() if line.strip()]
             every = dict.fromkeys(name for row in rows for name in row)
-            table = pa.table({name: [row.get(name) for row in rows] for name in every})
+            parts = pa.table({name: [row.get(name) for row in rows] for name in every}).to_batches()
         else:
-            table = read_parquet(data)
-        if len({*table.column_names}) < table.num_columns:
-            raise ValueError("two columns have one name")
-        kinds = {
-            field.name: field.type.value_type
-            if pa.types.is_dictionary(field.type) or (lists and pa.types.is_list(field.type))
-            else field.type
-            for field in table.schema
-        }
-        plain = pa.types.is_primitive, pa.types.is_string, pa.types.is_large_string
-        table = table.select([name for name, kind in kinds.items() if any(test(kind) for test in plain)])
-        table.validate(full=True)
+            parts = ParquetFile(path).iter_batches()
+        for part in parts:
+            if len({*part.schema.names}) < part.num_columns:
+                raise ValueError("two columns have one name")
+            fields = [field for field in part.schema if lists or not pa.types.is_nested(field.type)]
+            kinds = {field.name: getattr(field.type, "value_type", field.type) for field in fields}
+            plain = pa.types.is_primitive, pa.types.is_string, pa.types.is_large_string
+            names = [name for name, kind in kinds.items() if any(test(kind) for test in plain)]
+            table = pa.Table.from_batches([part]).select(names)
+            table.validate(full=True)
+            for name in needed:
+                if name not in names:
+                    raise DataError(f"{path} has no column {name!r} of texts or numbers", "name it so")
+            count += len(table)
+            yield table
     except (pa.ArrowException, ValueError, TypeError, AttributeError, OverflowError, OSError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            unreadable(error, path)
         raise DataError(f"{path} is no {formats} ({first_line(error)[:120]})", f"give {formats}") from None
-    if not len(table):
+    if not count:
         raise DataError(f"{path} holds no rows", f"give {formats} with rows")
-    for name in needed:
-        if name not in table.column_names:
-            raise DataError(f"{path} has no column {name!r} of texts or numbers", "name it so")
-    return table
 
 
 def numeric(table: pa.Table) -> list[str]:
@@ -364,7 +387,7 @@ def linear(
     dataset: DataSet, vocabulary: Vocabulary, features: str, epochs: int = 20, least: int = 5
 ) -> tuple[Tagger, Hits]:
     """A linear tagger on features, fitted to captions of training rows, for concepts in `least` of them."""
-    column, text = dataset.column(features), dataset.column(TEXT)
+    column, text = dataset.column(features), caption_hits(dataset, vocabulary)
 
     def unit(rows: ArrayLike) -> Tensor:
         # Unit variance, not unit length: the learning rate then fits features of any width.
@@ -372,8 +395,6 @@ def linear(
         normal: Tensor = torch.nn.functional.normalize(values, dim=1) * values.shape[1] ** 0.5
         return normal
 
-    if text.meta.producer.get("vocabulary") != vocabulary.hash:
-        raise DataError("the captions are indexed by another vocabulary", "run 'atoll concepts index' again")
     torch.manual_seed(0)  # the tagger is named by its settings, so they must decide its tags
     train = dataset.split("train")
     count = torch.bincount(text.read_ragged(train, packed=True)[0], minlength=len(vocabulary))

@@ -15,7 +15,7 @@ from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError, nearest
 from atoll.base.format import File
 from atoll.base.text import words_of
-from atoll.curate.concepts import numeric, read_table
+from atoll.curate.concepts import numeric, read_tables
 from atoll.store.store import Store
 
 F64 = NDArray[np.float64]
@@ -123,7 +123,7 @@ def fit_stage(
     Both tables have `concept`. Other columns of words that both have, such as a data set's name, join them
     too. `DataError` where a table or column is missing, or too few concepts are in both.
     """
-    tables = [read_table(path, "concept") for path in (counts, results)]
+    tables = [pa.concat_tables(read_tables(path, "concept")) for path in (counts, results)]
 
     # The rows that --where asks for.
     known = sorted({name for table in tables for name in table.column_names})

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.base.config import Config
@@ -24,13 +23,13 @@ from atoll.base.text import many
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.campaign.sample import campaign_model
-from atoll.curate.aesthetics.scorer import HEADS, Scorer
-from atoll.curate.aesthetics.stages import MEAN
-from atoll.curate.audit import ConceptCounts, caption_hits, vocabulary_of
+from atoll.curate.aesthetics.scale import HEADS, MEAN
+from atoll.curate.aesthetics.scorer import Scorer
+from atoll.curate.audit import F64, ConceptCounts, written
+from atoll.curate.concepts import Vocabulary, caption_hits
 from atoll.data.dataset import DataSet
 from atoll.encoders.vision import VisionEncoder, extractor
 
-F64 = NDArray[np.float64]
 RESULTS = "reports/concepts/tail.csv"
 REAL = "real pictures, each left out in turn"
 KINDS = ("tail", "head")
@@ -56,11 +55,11 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
     """Choose `n` rare concepts, of `least` training rows or more, and common ones like them."""
     if wrong := [template for template in templates if template.count("{}") != 1]:
         raise ConfigError(f"the template {wrong[0]!r} has no place for a concept", "write {} once")
-    counts = counts_of(campaign)
+    counts = written(campaign, ConceptCounts)
     table = counts.table("text")  # prompts are texts, so a concept is as rare as it is in captions
     totals, home = table.sum(1), table.argmax(1)
     rising = [int(number) for number in np.argsort(totals, kind="stable") if totals[number] >= least]
-    if counts.vocabulary != vocabulary_of(campaign).hash:
+    if counts.vocabulary != written(campaign, Vocabulary).hash:
         raise DataError("the vocabulary has changed since the audit", "run 'atoll concepts audit' again")
     if len(rising) < 4 * n:
         there, most = many(len(rising), "concept"), len(rising) // 4
@@ -88,13 +87,6 @@ def tail_stage(campaign: Campaign, n: int, least: int = 1, templates: Sequence[s
         say(f"{kind}: {n} concepts in {low:,} to {high:,} training rows: {shown}, ...")
     say(f"wrote {campaign.store.name(TailPrompts.PLACE)}")
     return prompts
-
-
-def counts_of(campaign: Campaign) -> ConceptCounts:
-    """The campaign's counts; `DataError` before they are there."""
-    if not campaign.store.exists(ConceptCounts.PLACE):
-        raise DataError(f"{campaign.store.location} has no counts", "run 'atoll concepts audit' first")
-    return ConceptCounts.read(campaign.store, ConceptCounts.PLACE)
 
 
 @dataclass(frozen=True)
@@ -180,10 +172,8 @@ def evaluate_stage(
 
     `DataError` without prompts or for those of another vocabulary, `ConfigError` for a model without text.
     """
-    counts, dataset, vocabulary = counts_of(campaign), campaign.dataset(), vocabulary_of(campaign)
-    if not campaign.store.exists(TailPrompts.PLACE):
-        raise DataError(f"{campaign.store.location} has no prompts", "run 'atoll concepts tail' first")
-    prompts = TailPrompts.read(campaign.store, TailPrompts.PLACE)
+    counts, dataset = written(campaign, ConceptCounts), campaign.dataset()
+    vocabulary, prompts = written(campaign, Vocabulary), written(campaign, TailPrompts)
     if not prompts.vocabulary == counts.vocabulary == vocabulary.hash:
         raise DataError("prompts, counts and captions are of other concepts", "index, audit and choose again")
     encoder = extractor(*space, device=str(own_device()))

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError, DataError
@@ -23,13 +22,11 @@ from atoll.base.safe_parse import read_text
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import ReportTable
 from atoll.curate.aesthetics.stages import scores_of
-from atoll.curate.audit import caption_hits, chunks, hits_of, vocabulary_of
-from atoll.curate.concepts import IMAGE, TEXT, Vocabulary
+from atoll.curate.audit import I64, chunks, written
+from atoll.curate.concepts import IMAGE, TEXT, Vocabulary, caption_hits, hits_of
 from atoll.data.dataset import WEIGHTS, DataSet
-from atoll.data.weights import PLAIN, candidates, producer_of, write_weights
+from atoll.data.weights import B1, F32, PLAIN, candidates, producer_of, write_weights
 
-B1 = NDArray[np.bool_]
-I64 = NDArray[np.int64]
 Condition = Callable[[DataSet, Sequence[I64], bool], B1]
 """Of a data set, groups of rows and whether sensitive scores are allowed: rows that are kept `(rows,)`."""
 COMPARED = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -101,7 +98,7 @@ def filter_stage(
     sensitive: bool = False,
     times: bool = False,
     dry_run: bool = False,
-) -> B1:
+) -> None:
     """Choose training rows, say what each cluster and concept loses, and write weights of 1 and 0.
 
     `ConfigError` for a condition (see `parse`) that is none, or that keeps no row; `DataError` where scores,
@@ -122,7 +119,7 @@ def filter_stage(
         chosen &= condition(dataset, homes if per_cluster else [train], sensitive)
 
     # Rows of protected concepts, whatever they score.
-    vocabulary = vocabulary_of(campaign) if protect or campaign.store.exists(Vocabulary.PLACE) else None
+    vocabulary = written(campaign, Vocabulary) if protect or campaign.store.exists(Vocabulary.PLACE) else None
     if protect is not None and vocabulary is not None:
         named = [line.strip() for line in read_text(protect).splitlines() if line.strip()]
         unknown = [name for name in named if vocabulary.number(name) is None]
@@ -157,7 +154,7 @@ def filter_stage(
     if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", *PLAIN):
         say(f"warning: the weights by {before_it} are replaced: --times multiplies them instead")
     if dry_run:
-        return chosen
+        return
 
     weights = dataset.weights.copy() if times else np.ones(len(dataset), dtype=np.float32)
     # Held-out rows keep their weight: what measures must not change with what is trained on.
@@ -172,7 +169,6 @@ def filter_stage(
     ids = "".join(f"{dataset.ids[row]}\n" for row in np.flatnonzero(chosen))
     campaign.store.put("reports/kept.txt", ids.encode())
     say(f"wrote reports/kept.txt and column {WEIGHTS}: a new campaign trains on the rows that were kept")
-    return chosen
 
 
 def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> tuple[I64, I64]:
@@ -184,9 +180,6 @@ def _hits(dataset: DataSet, vocabulary: Vocabulary, rows: I64) -> tuple[I64, I64
     return np.divmod(np.unique(np.concatenate(pairs)), len(vocabulary))
 
 
-F32 = NDArray[np.float32]
-
-
 def rebalance_stage(
     campaign: Campaign,
     t: float,
@@ -194,12 +187,12 @@ def rebalance_stage(
     per_expert: bool = False,
     other: float = 1.0,
     dry_run: bool = False,
-) -> F32 | None:
+) -> None:
     """Print what the weights would keep, and write the column `weights`.
 
     `ConfigError` for a target that no `t` reaches; `DataError` where captions were not searched for concepts.
     """
-    vocabulary, dataset = vocabulary_of(campaign), campaign.dataset()
+    vocabulary, dataset = written(campaign, Vocabulary), campaign.dataset()
     hits, train = caption_hits(dataset, vocabulary), candidates(dataset)
     partition = campaign.clustered()[1] if campaign.is_partitioned or per_expert else None
     clusters = partition.clusters if partition else np.zeros(len(dataset), dtype=np.int64)
@@ -246,11 +239,10 @@ def rebalance_stage(
     if (by := producer_of(dataset).get("name", "rebalance")) not in ("rebalance", *PLAIN):
         say(f"warning: the weights by {by} are replaced: rebalance first, then filter with --times")
     if dry_run:
-        return None
+        return
     # Held-out rows are not drawn; a weight of 0 would take them out of what measures.
     weights[(dataset.sides != 0) & (weights == 0)] = 1
     producer = {"name": "rebalance", "t": t, "per_expert": per_expert, "other": other}
     producer |= {"vocabulary": vocabulary.hash, "values": sha256(weights.tobytes())}
     write_weights(dataset, producer, weights)
     say("wrote column weights; a new campaign with data.weighted=true draws by it")
-    return weights

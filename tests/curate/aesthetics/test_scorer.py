@@ -14,8 +14,8 @@ from scipy import stats
 
 from atoll.base.errors import AtollError, ConfigError
 from atoll.curate.aesthetics.readers import LanguageReader
-from atoll.curate.aesthetics.scale import Labels, Scale, read_labels
-from atoll.curate.aesthetics.scorer import HEADS, ExpertHead, Scorer, Training, default_training, split
+from atoll.curate.aesthetics.scale import HEADS, Labels, Scale, read_labels
+from atoll.curate.aesthetics.scorer import ExpertHead, Scorer, Training, default_training, split
 from atoll.curate.aesthetics.stages import agreement, score_folder
 from helpers import Run, refused
 from helpers_vlm import save_llava

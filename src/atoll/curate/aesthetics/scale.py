@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Self
 
+import pyarrow as pa
 import torch
 from PIL import Image
 from pydantic import Field, model_validator
@@ -17,10 +18,13 @@ from torch import Tensor
 from atoll.base.config import Config
 from atoll.base.errors import DataError
 from atoll.base.safe_parse import LARGEST_YAML, read_text, read_yaml
-from atoll.curate.concepts import read_table
+from atoll.curate.concepts import read_tables
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture
 
+HEADS = ("language model", "regression", "MetaVoter")
+"""What scores the whole, beside the expert head's own."""
+MEAN = HEADS[-1]
 HUMAN = "human"
 """Name of the scale that comes with Atoll."""
 
@@ -162,7 +166,7 @@ def read_labels(
     `scores` of all dimensions in a list, or columns named as dimensions; if it has `group`, rows of one group
     stay together. `DataError` names what is missing, of wrong length, out of bounds or unknown.
     """
-    table = read_table(path, lists=True)
+    table = pa.concat_tables(read_tables(path, lists=True))
 
     # The pictures, by a path or by the row of a data set.
     if "image" in table.column_names:

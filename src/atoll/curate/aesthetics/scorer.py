@@ -20,13 +20,11 @@ from atoll.base.console import Progress
 from atoll.base.errors import ConfigError, DataError
 from atoll.base.hashing import digest
 from atoll.curate.aesthetics.readers import VLM, reader
-from atoll.curate.aesthetics.scale import Labels, Scale
+from atoll.curate.aesthetics.scale import HEADS, Labels, Scale
 from atoll.store.manifest import Published, read_file, write_file
 from atoll.store.store import Store
 from atoll.store.tensors import read_tensors
 
-HEADS = ("language model", "regression", "MetaVoter")
-"""What scores the whole, beside the expert head's own."""
 BATCH = 64
 
 
@@ -44,11 +42,6 @@ class ScorerFile(Published):
     """Dimensions, levels and words."""
     training: dict[str, Any]
     """Rows, groups and settings of the training."""
-
-    @property
-    def hash(self) -> str:
-        """Digest of what was trained."""
-        return self.files[0].sha256
 
 
 class ExpertHead(nn.Module):

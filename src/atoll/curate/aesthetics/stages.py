@@ -21,9 +21,9 @@ from atoll.base.table import Table, text
 from atoll.base.text import many
 from atoll.campaign.folder import Campaign
 from atoll.campaign.report_table import SCORES, ReportTable
-from atoll.curate.aesthetics.scale import Labels
-from atoll.curate.aesthetics.scorer import HEADS, Scorer, Training
-from atoll.curate.concepts import numeric, read_table
+from atoll.curate.aesthetics.scale import HEADS, MEAN, Labels
+from atoll.curate.aesthetics.scorer import Scorer, Training
+from atoll.curate.concepts import numeric, read_tables
 from atoll.data.columns import Column
 from atoll.data.dataset import DataSet
 from atoll.data.decode import open_picture, pictures_below
@@ -34,7 +34,6 @@ from atoll.store.store import Store
 F64 = NDArray[np.float64]
 COLUMN = "aesthetics"
 """Scores of every row, `(S,)` float32; the producer names them."""
-MEAN = HEADS[-1]
 SHOWN = ("SRCC", "PLCC", "KRCC", "MSE", "MAE", "accuracy", "F1")
 
 
@@ -62,7 +61,7 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None 
     def compute(shard: int) -> dict[str, Tensor]:
         return {"values": scorer.scores(dataset.iter_images(shard))}
 
-    producer = {"name": "scorer", "weights": file.hash, "backbone": file.producer, "scores": names}
+    producer = {"name": "scorer", "weights": file.files[0].sha256, "backbone": file.producer, "scores": names}
     producer["sensitive"] = [d.name for d in file.scale.dimensions if d.sensitive]
     job = ColumnJob(dataset, COLUMN, producer, compute)
     if part is not None:
@@ -71,12 +70,12 @@ def score_stage(campaign: Campaign, folder: str, device: str, part: Part | None 
     _reported(campaign, dataset.column(COLUMN))
 
 
-def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> Column:
+def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()) -> None:
     """Write the scores of a table, those of the original HumanAesExpert for example: `id` and numbers.
 
     `DataError` for no `id` or numbers, rows of the data set without scores, or one outside [0, 1].
     """
-    dataset, table = campaign.dataset(), read_table(path, "id")
+    dataset, table = campaign.dataset(), pa.concat_tables(read_tables(path, "id"))
     names = [name for name in numeric(table) if name != "id"]
     if not names:
         raise DataError(f"{path} has no columns of scores", "give one or more of numbers")
@@ -94,15 +93,14 @@ def import_stage(campaign: Campaign, path: Path, sensitive: tuple[str, ...] = ()
         row, number = wrong[0]
         what = f"{path}: {names[number]} of {dataset.ids[row]!r} is {values[row, number]:g}"
         raise DataError(what, "bring scores to 0 to 1")
-    producer = {"name": "imported", "table": sha256(path), "scores": names}
+    producer = {"name": "imported", "table": sha256(path), "scores": names, "sensitive": [*sensitive]}
     for name in sensitive:
         if name not in names:
             raise ConfigError(f"{path} has no score {name!r}", nearest(name, names))
-    producer["sensitive"] = list(sensitive)
-    return _reported(campaign, dataset.write_values(COLUMN, producer, values))
+    _reported(campaign, dataset.write_values(COLUMN, producer, values))
 
 
-def _reported(campaign: Campaign, column: Column) -> Column:
+def _reported(campaign: Campaign, column: Column) -> None:
     values = column.read(np.arange(len(column)))
     parts = [("all", values)]
     if campaign.is_partitioned:
@@ -123,7 +121,6 @@ def _reported(campaign: Campaign, column: Column) -> Column:
     say(f"{names[shown]}: median {middle:.3f}, nine tenths within {low:.3f} and {high:.3f}")
     for name, of in parts[1:]:
         say(f"  {name}: {len(of):,} rows, mean {float(of[:, shown].mean()):.3f}")
-    return column
 
 
 def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[Any]:
