@@ -119,8 +119,10 @@ def test_counts_of_islands_add_up_to_those_of_the_whole(campaign: Path, tmp_path
     assert run("concepts", "add", *files, "--out", tmp_path / "all").code == 0
     one, all_ = ((p / ConceptCounts.PLACE).read_bytes() for p in (campaign, tmp_path / "all"))
     assert one == all_
-    files[0].write_text(json.dumps(json.loads(files[0].read_text()) | {"vocabulary": "another"}))
-    refused(run("concepts", "add", *files, "--out", tmp_path / "no"), "another vocabulary")
+    own = json.loads(files[0].read_text())
+    for other, words in (({"vocabulary": "a"}, "another vocabulary"), ({"rows": [-1, 5]}, "'rows.0'")):
+        files[0].write_text(json.dumps(own | other))
+        refused(run("concepts", "add", *files, "--out", tmp_path / "no"), words)
     assert not (tmp_path / "no" / "reports").exists()
 
 

@@ -51,30 +51,31 @@ class ConceptCounts(File):
 
     vocabulary: str
     """Digest of the vocabulary."""
-    concepts: tuple[str, ...]
+    concepts: tuple[str, ...] = Field(min_length=1)
     """Names, by number."""
     threshold: float | None
     """Probability from which a tag of a picture counts; None where pictures were not tagged."""
-    rows: tuple[int, ...]
+    rows: tuple[Count, ...] = Field(min_length=1)
     """Training rows of every cluster."""
-    text: list[list[int]]
+    text: list[list[Count]]
     """Captions with the concept, by concept and cluster."""
-    image: list[list[int]] | None = None
+    image: list[list[Count]] | None = None
     """Pictures with the concept; None where pictures were not tagged."""
-    both: list[list[int]] | None = None
+    both: list[list[Count]] | None = None
     """Rows whose caption and picture have it."""
-    comparable: tuple[int, ...] = ()
+    comparable: tuple[Count, ...] = ()
     """Rows of every cluster with a concept in the caption and one in the picture."""
-    misaligned: tuple[int, ...] = ()
+    misaligned: tuple[Count, ...] = ()
     """Those of them that have none in common."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for table in [table for table in (self.text, self.image, self.both) if table is not None]:
-            if len(table) != len(self.concepts) or any(len(row) != len(self.rows) for row in table):
-                raise ValueError("tables do not fit concepts and clusters")
-            if any(count < 0 for row in table for count in row):
-                raise ValueError("a count is negative")
+        tables = [table for table in (self.text, self.image, self.both) if table is not None]
+        # Two tables of pictures go with two counts of rows, where pictures were tagged.
+        tagged = [] if self.threshold is None else [self.comparable, self.misaligned]
+        long, wide = (self.concepts, *tables), (self.rows, *tagged, *chain(*tables))
+        if len(tables) != 1 + len(tagged) or len({*map(len, long)}) + len({*map(len, wide)}) > 2:
+            raise ValueError("tables do not fit concepts and clusters")
         return self
 
     def __add__(self, other: "ConceptCounts") -> "ConceptCounts":
