@@ -116,6 +116,7 @@ def test_weights_are_multiplied_if_so_asked(campaign: Path, run: Run):
     again = run("data", "filter", campaign, "--keep", "score >= q0.5", "--times").out
     assert again.startswith("all: 19 of 38 rows kept (50.0%)")
     assert len((campaign / "reports" / "kept.txt").read_text().split()) == 19
+    assert "weights by filter are replaced" in run("data", "filter", campaign, "--keep", "score >= 0").out
     told = run("concepts", "rebalance", campaign, "--t", "5", "--dry-run").out
     assert "the weights by filter are replaced: rebalance first" in told
 

@@ -70,6 +70,7 @@ def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, run: 
     refused(run("concepts", "rebalance", campaign, "--target-size", "1"), "no t keeps as few")
     refused(run("concepts", "rebalance", campaign, "--target-size", "77"), "76 training rows")
     refused(run("concepts", "rebalance", campaign), "--t or --target-size")
+    refused(run("concepts", "rebalance", campaign, "--t", "nan"), "give t from 1")
     (campaign / "none.txt").write_text("unicorn")
     run("concepts", "index", campaign, "--vocabulary", campaign / "none.txt")
     refused(run("concepts", "rebalance", campaign, "--t", "5", "--other", "0"), "would have any weight")

@@ -151,8 +151,9 @@ def filter_stage(
     table: list[list[Any]] = [[of, size, left, f"{left / max(1, size):.1%}"] for of, size, left in kept]
     for name, size, left, share in table:
         say(f"{name}: {left:,} of {size:,} rows kept ({share})")
-    if not times and (before_it := producer_of(dataset).get("name", "filter")) not in ("filter", *PLAIN):
-        say(f"warning: the weights by {before_it} are replaced: --times multiplies them instead")
+    by = producer_of(dataset)  # weights of a filter that multiplied are those of others, too
+    if not times and (by.get("times") or by.get("name", "filter") not in ("filter", *PLAIN)):
+        say(f"warning: the weights by {by['name']} are replaced: --times multiplies them instead")
     if dry_run:
         return
 
@@ -192,6 +193,8 @@ def rebalance_stage(
 
     `ConfigError` for a target that no `t` reaches; `DataError` where captions were not searched for concepts.
     """
+    if not (1 <= t < np.inf and 0 <= other <= 1):  # NaN is refused too
+        raise ConfigError(f"t = {t:g} and other = {other:g}", "give t from 1, and other from 0 to 1")
     vocabulary, dataset = written(campaign, Vocabulary), campaign.dataset()
     hits, train = caption_hits(dataset, vocabulary), candidates(dataset)
     partition = campaign.clustered()[1] if campaign.is_partitioned or per_expert else None
