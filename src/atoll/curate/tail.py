@@ -121,9 +121,13 @@ def real_pictures(
     dataset: DataSet, hits: Any, pairs: Sequence[tuple[int, int]], encoder: VisionEncoder, most: int
 ) -> RealPictures:
     """Real pictures of both concepts of each pair: of each as many, and at most `most`."""
-    values, mask = hits.read_ragged(np.arange(len(dataset)), packed=True)
-    rows = np.repeat(np.arange(len(dataset)), mask.sum(1).numpy())
+    counted = np.flatnonzero(dataset.weights > 0)  # a duplicate would find its twin, whatever the judge sees
+    values, mask = hits.read_ragged(counted, packed=True)
+    rows = np.repeat(counted, mask.sum(1).numpy())
     rows_of = {number: rows[values.numpy() == number] for pair in pairs for number in pair}
+    if not all(map(len, rows_of.values())):
+        fix = "run 'atoll concepts audit' and 'atoll concepts tail' again"
+        raise DataError("a concept of the prompts is in no caption that counts by now", fix)
     chosen: set[int] = set()
     for pair in pairs:
         # As many of both, since more pictures of the common one would win by their number.
