@@ -203,7 +203,7 @@ def test_what_cannot_be_fitted():
             fit(counts, results)
 
 
-COUNTS = "concept,set,count\nHot_Dog,a,10\ncat,a,100\nbird,a,1000\nbird,b,5\nfish,a,10000\n"
+COUNTS = "concept,set,count\nHot_Dog,a,10\ncat,a,100\nbird,a,1000\nbird,b,9007199254740993\nfish,a,10000\n"
 RESULTS = "concept,set,score\nhot dog,a,1\ncats,a,9\ncat,a,2\nBIRD,a,3\nbird,b,0\nfish,a,4\n"
 
 

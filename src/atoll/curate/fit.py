@@ -181,9 +181,9 @@ def _values(table: pa.Table, keys: Sequence[str], number: str) -> dict[tuple[str
     for row in table.select([*keys, number]).drop_null().to_pylist():
         # "Hot_Dog" and "hot dog" are one concept.
         key = (" ".join(words_of(str(row["concept"]).replace("_", " "))), *(str(row[k]) for k in keys[1:]))
-        if not math.isfinite(row[number]):
-            raise DataError(f"{' / '.join(key)} has {row[number]}, which is no number", "leave it out")
-        if values.setdefault(key, float(row[number])) != row[number]:
-            what = f"{' / '.join(key)} stands twice in the table, as {values[key]:g} and {row[number]:g}"
+        if not math.isfinite(value := float(row[number])):  # of large integers two may be one float
+            raise DataError(f"{' / '.join(key)} has {value}, which is no number", "leave it out")
+        if values.setdefault(key, value) != value:
+            what = f"{' / '.join(key)} stands twice in the table, as {values[key]:g} and {value:g}"
             raise DataError(what, "choose rows by --where")
     return values
