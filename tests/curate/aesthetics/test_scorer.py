@@ -203,7 +203,7 @@ def test_a_scale_that_is_no_tree_is_refused():
         ("cycle", [("a", "b"), ("b", "a"), ("c", None)]),
         ("which is no dimension", [("a", "b"), ("c", None)]),
         ("stands twice", [("a", None), ("a", None)]),
-        ("'image' is another column", [("image", None)]),
+        ("'score' is another column", [("score", "a"), ("a", None)]),
         ("exactly one", [("a", None), ("b", None)]),
     ):
         dimensions = [{"name": name, "parent": parent} for name, parent in tree]
@@ -225,4 +225,5 @@ def test_wrong_labels_are_refused_in_one_line(tmp_path: Path, run: Run):
     ):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "wrong.parquet")
         refused(run("aesthetics", "train", tmp_path / "wrong.parquet", *how), words)
+    refused(run("aesthetics", "train", tmp_path / "wrong.parquet", *how, "--range", 5, 5), "5 is none")
     assert not (tmp_path / "s").exists()

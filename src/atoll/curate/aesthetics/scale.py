@@ -58,8 +58,8 @@ class Scale(Config):
         names = self.names
         if len(set(names)) != len(names):
             raise ValueError("a dimension stands twice")
-        if taken := {"id", "image", "group", "scores"} & {*names}:
-            raise ValueError(f"{min(taken)!r} is another column of tables of labels or scores")
+        if taken := {"id", "image", "group", "score", "scores", *HEADS} & {*names}:
+            raise ValueError(f"{min(taken)!r} is another column of labels or scores")
         parents = {d.name: d.parent for d in self.dimensions}
         for name, parent in parents.items():
             if parent is not None and parent not in parents:
@@ -204,6 +204,8 @@ def read_labels(
         given = torch.tensor([_number(value, path, row) for row, value in enumerate(table[name].to_pylist())])
         scores[:, columns[name]] = torch.where(given.isnan(), scores[:, columns[name]], given)
     (low, high), known = bounds, ~scores.isnan()
+    if not 0 < abs(high - low) < math.inf:  # NaN is refused too
+        raise DataError(f"--range {low:g} {high:g} is none", "give the worst and the best score")
     wrong = known & ((scores < min(bounds)) | (scores > max(bounds)))  # the best may be the lowest
     if wrong.any():
         row, number = (int(place) for place in wrong.nonzero()[0])
