@@ -40,7 +40,7 @@ class ScorerFile(Published):
     """What the backbone is: name, hash of its weights, how it sees."""
     scale: Scale
     """Dimensions, levels and words."""
-    training: dict[str, Any]
+    training: dict[str, int | float | str]
     """Rows, groups and settings of the training."""
 
 

@@ -48,8 +48,8 @@ def train_stage(scorer: Scorer, labels: Labels, training: Training, out: str) ->
 
 def _say_untrained(training: Mapping[str, Any]) -> None:
     # Rows of which only the whole is labelled train the regression head, all others the expert head.
-    alone = {training["rows"]: "the dimensions (expert head)", 0: "the regression head"}
-    if (head := alone.get(training["rows with the whole alone"])) is not None:
+    alone = {training.get("rows"): "the dimensions (expert head)", 0: "the regression head"}
+    if (head := alone.get(training.get("rows with the whole alone", -1))) is not None:
         say(f"note: no label trained {head}: disregard those scores")
 
 
@@ -141,7 +141,7 @@ def scores_of(dataset: DataSet, name: str, sensitive: bool = False) -> NDArray[A
 def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
     """Score the pictures below a folder into a parquet file: `image` and each score; broken ones stay out."""
     paths = pictures_below(folder)
-    if not out.parent.is_dir() or out.is_dir():
+    if not out.parent.is_dir() or (out.exists() and not out.is_file()):
         raise DataError(f"{out} cannot be written", "give a file in a folder that exists")
     progress, images = Progress("scores", len(paths), unit="pictures"), list[str]()
     unreadable: list[DataError] = []
@@ -161,7 +161,8 @@ def score_folder(scorer: Scorer, folder: Path, out: Path) -> None:
     if not images:
         raise unreadable[0]
     columns = {name: values[:, number] for number, name in enumerate(scorer.columns)}
-    pq.write_table(pa.table({"image": images, **columns}), out)
+    pq.write_table(pa.table({"image": images, **columns}), data := pa.BufferOutputStream())
+    Store.open(out.parent).put(out.name, data.getvalue().to_pybytes())
     left = f"; left out {len(unreadable):,}, the first for: {unreadable[0]}" if unreadable else ""
     say(f"{many(len(images), 'picture')}: {MEAN} {columns[MEAN].mean():.3f} on average; wrote {out}{left}")
 
