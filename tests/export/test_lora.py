@@ -63,10 +63,8 @@ def test_stock_software_computes_what_the_expert_does(
     with torch.no_grad():
         before = family(name).predict(stock, x, T, cond)
         if name in PIPELINES:
-            kind, given = (
-                PIPELINES[name],
-                {"transformer": stock, "scheduler": FlowMatchEulerDiscreteScheduler()},
-            )
+            kind = PIPELINES[name]
+            given = {"transformer": stock, "scheduler": FlowMatchEulerDiscreteScheduler()}
             absent = dict.fromkeys({*kind.__init__.__annotations__} - {"return", *given})
             pipe = kind(**given, **absent)
             pipe.load_lora_weights(folder, subfolder="expert-0")
@@ -90,6 +88,7 @@ def test_a_rank_under_the_change_keeps_a_share_of_its_norm(tmp_path: Path, run: 
         assert run("export", tmp_path / "c", "--to", tmp_path / "out", "--lora", f"{rank}").code == 0
         settings = json.loads((tmp_path / "out/expert-0/adapter_config.json").read_text())
         assert settings["r"] == settings["lora_alpha"] == min(rank, 8)
+        assert f"files of rank {settings['r']}\n" in (tmp_path / "out/README.md").read_text()
         change = load_file(tmp_path / "out/expert-0/adapter_model.safetensors")
         products = {
             name.removesuffix(".lora_B.weight"): up @ change[name.replace("lora_B", "lora_A")]

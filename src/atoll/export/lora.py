@@ -107,11 +107,10 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
         shutil.rmtree(path)
     folder = Store.open(root, create=True)
     for number, (matrices, kept, outside) in zip(chosen, changes, strict=True):
-        place = f"expert-{number}"
+        place, names = f"expert-{number}", sorted({name.rpartition(".lora_")[0] for name in matrices})
+        rank = len(matrices[f"{names[0]}.{DOWN}.weight"])  # an expert's own may be less than was asked for
         if not native:
-            names = sorted({name.rpartition(".lora_")[0] for name in matrices})
-            alpha = matrices[f"{names[0]}.{DOWN}.weight"].shape[0]
-            settings = {"peft_type": "LORA", "r": alpha, "lora_alpha": alpha, "target_modules": names}
+            settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
             folder.put_json(f"{place}/{PEFT_CONFIG}", settings)
         tensors = {f"{prefix}{name}": value for name, value in matrices.items()}
         size, _ = folder.write(f"{place}/{file}", to_blocks(tensors, {"format": "pt"}))
