@@ -34,7 +34,6 @@ from atoll.data.columns import Column, Compute
 from atoll.data.dataset import CAPTION, DataSet
 from atoll.data.job import ColumnJob
 from atoll.encoders.vision import ClipEncoder, extractor
-from atoll.store.store import regular
 
 Match = Literal["phrase", "words"]
 MOST_FORMS = 256
@@ -328,8 +327,9 @@ def read_tables(path: Path, *needed: str, lists: bool = False) -> Iterator[pa.Ta
     column, or has two of one name.
     """
     count, formats = 0, "parquet, CSV or JSON lines"
+    if not path.is_file():
+        read_bytes(path)  # says why: of a pipe Arrow would wait for a writer
     try:
-        regular(path)  # a pipe would wait for its writer
         if path.suffix.lower() == ".csv":
             # Names of digits, such as 000000012, are names.
             texts = dict.fromkeys(("id", "concept", "image", "group"), pa.string())
