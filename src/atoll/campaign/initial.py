@@ -168,10 +168,11 @@ def check_checkpoints(campaign: Campaign) -> None:
     # Islands without settings of their own are the monolith's network, so each checkpoint is told once.
     whole = [Run(role.name) for role in RUNS.values() if role.rows == "all" and role.task != "route"]
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
-        network, objective = config.denoiser(*run)[0], config.objective_of(run.expert)
-        if network.init == SCRATCH or (network, objective) in warned:
+        network, objective = config.denoiser(*run)[0], config.objective_of(*run)
+        learns = objective.prediction, objective.schedule
+        if network.init == SCRATCH or (network, learns) in warned:
             continue
-        warned.add((network, objective))
+        warned.add((network, learns))
         with _named_by_setting():
             shape = DataShape(1, 1)
             if config.condition == "text":
@@ -181,10 +182,9 @@ def check_checkpoints(campaign: Campaign) -> None:
         with suppress(ConfigError):  # a kind that is not converted; the objective is the user's
             settings = origin.beside("scheduler", "scheduler_config.json")
             kind = trained_on(settings) if settings is not None else None
-            if kind not in (None, (objective.prediction, objective.schedule)):
-                learned = f"{network.init!r} was trained to give {' on '.join(kind)}"
-                now = f"{objective.prediction} on {objective.schedule}"
-                say(f"warning: {learned}, and goes on with {now}: objective sets that")
+            if kind not in (None, learns):
+                learned = f"{network.init!r} was trained to give {' on '.join(kind)}, and goes on with"
+                say(f"warning: {learned} {' on '.join(learns)}: objective sets that, but for the student")
 
 
 class Checkpoints:
@@ -239,7 +239,7 @@ class Checkpoints:
                 published.check_trusted(config.trusted)
             made, tensors = published.read()
             learned = published.card.prediction, published.card.schedule
-            wanted = config.objective_of(run.expert)
+            wanted = config.objective_of(*run)
             if run.kind.task == "denoise" and learned != (wanted.prediction, wanted.schedule):
                 what = f"{run.name} of {name} predicts {' on '.join(learned)}"
                 raise ConfigError(what, "set objective, or islands.N.objective, to these")

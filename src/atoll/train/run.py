@@ -17,7 +17,7 @@ from atoll.campaign.roles import RUNS
 from atoll.campaign.runs import Recipe, RunPlan, run_to_train
 from atoll.campaign.token_encoder import token_encoder
 from atoll.data.dataset import DataSet
-from atoll.flow.settings import ObjectiveConfig, TimeConfig
+from atoll.flow.settings import ObjectiveConfig
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
 from atoll.networks.router import Router
@@ -79,16 +79,13 @@ def _task(
         tree = router.model_dump(exclude={"time", "condition_dropout", "train", "share"})
     else:
         settings, training = config.denoiser(plan.role, plan.island)
-        objective, tree = config.objective_of(plan.island), settings.model_dump()
+        objective, tree = config.objective_of(plan.role, plan.island), settings.model_dump()
         network = initial_network(settings, plan.shape, plan.init_seed)
     if learns == "distill":
         # Its recipe names its teachers, so that a resume under others is refused.
         student, cards = config.student, teachers(campaign, plan)
         assert student is not None
-        # A student of few steps learns at their times, each as often as the others.
-        when = TimeConfig() if student.steps else objective.time
-        sampling = student.sampling(objective.time.shift)
-        objective = ObjectiveConfig(time=when, condition_dropout=objective.condition_dropout)
+        sampling = student.sampling(config.objective.time.shift)
         hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
         told = {"teacher", "routing", "data_weight", "guidance", "teacher_steps"}
         tree["student"] = {**student.model_dump(include=told), "sampling": sampling, "teachers": hashes}

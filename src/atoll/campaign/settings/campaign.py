@@ -216,7 +216,7 @@ class CampaignConfig(Config):
                     last = self.partition.k - 1
                     raise ConfigError(f"{group}.{number}: there is no such island", f"use 0 to {last}")
         for number in self.islands:
-            self.objective_of(number)
+            self.objective_of("expert", number)
         # Pixels have the size of the pictures; a VAE's latents are known to divide only once it is loaded.
         pixels = self.data.vae == "none"
         sides = [(height, width) for width, height in self.data.ingest.sizes()]
@@ -306,12 +306,12 @@ class CampaignConfig(Config):
         if start == "expert" and not 0 <= (expert or 0) < k:
             fix = f"use expert:0 to expert:{k - 1}"
             raise ConfigError(f"student.start: there is no expert {expert}", fix)
-        own = network.architecture(), self.objective.schedule, self.objective.prediction
+        own = network.architecture(), "rectified-flow", "v"  # whatever its teachers are
         for number in {"expert": [expert], "average": range(k), "scratch": ()}[start]:
-            taught, learned = self.denoiser("expert", number)[0], self.objective_of(number)
+            taught, learned = self.denoiser("expert", number)[0], self.objective_of("expert", number)
             if (taught.architecture(), learned.schedule, learned.prediction) != own:
                 what = f"student.start: {student.start!r} needs equal networks, schedules and predictions"
-                fix = "set student.start: scratch, or give both the same"
+                fix = "set student.start: scratch, or give the experts its network, rectified-flow and v"
                 raise ConfigError(f"{what}, and expert {number}'s differ from the student's", fix)
         return self
 
@@ -362,8 +362,12 @@ class CampaignConfig(Config):
         """Training settings of any run."""
         return self.router.train if role == "router" else self.denoiser(role, island)[1]
 
-    def objective_of(self, island: int | None) -> ObjectiveConfig:
-        """What an island's expert learns; None for the runs on all the data."""
+    def objective_of(self, role: str, island: int | None = None) -> ObjectiveConfig:
+        """What a run that is not the router's learns."""
+        if role == "student" and self.student is not None:
+            # One of few steps learns at their times, each as often as the others.
+            time = TimeConfig() if self.student.steps else self.objective.time
+            return ObjectiveConfig(time=time, condition_dropout=self.objective.condition_dropout)
         if island is None or island not in self.islands:
             return self.objective
         return _changed(self.objective, self.islands[island].objective, f"islands.{island}.objective")
