@@ -52,7 +52,7 @@ from atoll.model.generation import Generation, Residency
 from atoll.model.residency import ResidentExperts
 from atoll.model.sampler import Row as SampleRow
 from atoll.model.sampler import Sampler, starting_noise
-from atoll.networks.cost import count
+from atoll.networks.cost import counts, mean
 from atoll.networks.families import family
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -180,8 +180,8 @@ def costs(setting: Setting) -> Costs:
     def build() -> nn.Module:
         return adapter.build(setting.network, setting.shape)
 
-    own = count(build, adapter.predict, setting.shape).forward
-    of_router = count(lambda: router(setting), lambda n, x, t, c: n(x, t, c), setting.shape).forward
+    own = mean(counts(build, adapter.predict, setting.shape)).forward
+    of_router = mean(counts(lambda: router(setting), Router.__call__, setting.shape)).forward
     return Costs(of_router, [own] * setting.k)
 
 

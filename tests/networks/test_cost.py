@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.base.safe_parse import read_yaml
 from atoll.campaign.budget import denoiser_flops
 from atoll.campaign.settings.campaign import CampaignConfig
-from atoll.networks.cost import Float32, Footprint, count, empty_condition, footprint
+from atoll.networks.cost import Float32, Footprint, counts, empty_condition, footprint
 from atoll.networks.families import family, parameter_count
 from atoll.networks.router import Router
 from atoll.networks.settings import DataShape, NetworkConfig
@@ -104,14 +104,14 @@ def test_the_figures_that_plans_go_by() -> None:
 def test_the_count_is_per_sample_and_training_costs_about_three_times() -> None:
     config = NetworkConfig.parse(TINY, "")
     adapter = family("pixart")
-    one, many = (count(lambda: adapter.build(config, TEXT), adapter.predict, TEXT, b) for b in (1, 16))
+    one, many = (counts(lambda: adapter.build(config, TEXT), adapter.predict, TEXT, b)[0] for b in (1, 16))
     assert one == many
     assert 2.5 < one.train / one.forward < 3.5
 
 
 def test_the_router_is_counted_with_its_class_token() -> None:
     shape = DataShape(channels=3, size=8, classes=4)
-    flops = count(lambda: Router(4, 3, 8, 4, 1, 2, 8, 0, 4), lambda net, x, t, c: net(x, t, c), shape)
+    (flops,) = counts(lambda: Router(4, 3, 8, 4, 1, 2, 8, 0, 4), Router.__call__, shape)
     n, d = 4, 16
     block = 4 * linear(n + 1, d, d) + attention(n + 1, n + 1, d) + 2 * linear(n + 1, d, 4 * d)
     around = (

@@ -323,7 +323,7 @@ def test_previews_and_validations_are_at_the_times_of_few_steps(tmp_path: Path) 
     assert {tuple(at) for at in validated} == {times(2, shift_at("tokens", 8 * 8 / 4))[-2::-1]}
 
 
-def test_the_card_tells_the_teachers(copy: Path) -> None:
+def test_the_card_tells_the_teachers_which_have_to_stay(copy: Path, run: Run) -> None:
     train_run(Campaign.open(copy), "student")
     store = Store.open(copy)
     card = Checkpoint(store, "student/expert").card
@@ -336,6 +336,11 @@ def test_the_card_tells_the_teachers(copy: Path) -> None:
     labels = Condition(labels=torch.tensor([0, 1]))
     v = student.velocity(torch.zeros(2, 1, 8, 8), torch.tensor([0.2, 0.8]), labels)
     assert v.isfinite().all() and v.abs().max() > 0
+    sample = "sample", copy, "1", "--model", "student", "--out", copy / "a.png"
+    refused(run(*sample, "--set", "quarantine=[1]"), "learned from expert 1, in quarantine or replaced")
+    replace_expert(copy, 0, by=1)
+    for words in (sample, ("export", copy, "--model", "student", "--to", copy.parent / "out")):
+        refused(run(*words), "learned from expert 0, in quarantine or replaced since", "remove student/run")
 
 
 @pytest.mark.slow

@@ -48,14 +48,6 @@ def picture_place(place: str | Path) -> tuple[Path, bool]:
     return path, path.is_dir()
 
 
-def write_picture(image: Image.Image, path: Path) -> None:
-    """Write a picture as its file's name says; `ConfigError` where that fails."""
-    try:
-        image.save(path, FORMATS[path.suffix.lower()], quality=95)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}", "give another place") from None
-
-
 def png(image: Image.Image) -> bytes:
     """PNG bytes of a picture."""
     buffer = io.BytesIO()

@@ -22,7 +22,7 @@ from atoll.flow.settings import Prediction
 from atoll.model.card import Card, check_producers
 from atoll.model.checkpoint import Checkpoint
 from atoll.model.foreign import DiffusersCheckpoint, find
-from atoll.networks.cost import count
+from atoll.networks.cost import counts, mean
 from atoll.networks.families import Family, family, parameter_count
 from atoll.networks.settings import TAKES_TEXT, DataShape
 from atoll.store.lease import LeaseConfig, acquire, new_holder
@@ -147,7 +147,7 @@ def _check_fit(
     if (others := origin.other_latents(latents)) is not None:
         raise ConfigError(others, "adopt one that was trained on the same latents")
     try:
-        return count(lambda: adapter.load(origin.settings), evaluate, shape).forward
+        return mean(counts(lambda: adapter.load(origin.settings), evaluate, shape)).forward
     except Exception as error:  # as `origin.network`
         what = f"{origin.name!r} cannot be asked with the campaign's data ({first_line(error)})"
         raise ConfigError(what, "adopt another one") from None

@@ -21,7 +21,7 @@ from atoll.campaign.runs import made_by, training_columns, wanted_columns
 from atoll.data.contents import contents, lines
 from atoll.data.dataset import CAPTION
 from atoll.data.duplicates import Duplicates, dedupe, dedupe_producer, fingerprint_job
-from atoll.data.encode import caption_job, captions_of, check_answers, features_job, latents_job, text_job
+from atoll.data.encode import caption_job, captions_of, features_job, latents_job, text_job
 from atoll.data.ingest import IngestJob
 from atoll.data.partition import Partition
 from atoll.data.settings import DedupeConfig
@@ -35,6 +35,8 @@ from atoll.encoders.vision import vision_encoder
 from atoll.networks.settings import check_sides
 from atoll.store.store import Store
 
+PROBED = 4
+"""Images whose captions tell whether a captioner answers at all."""
 PAIRS, SHOWN = "reports/duplicates.png", 48
 """Where pairs of duplicates are shown, and how many of each kind."""
 
@@ -78,7 +80,10 @@ def caption_stage(campaign: Campaign, part: Part | None = None) -> None:
     captioner = Captioner(config.model, config.prompt, config.tokens, str(own_device()))
     job = caption_job(dataset, captioner, config)
     if job.result() is None:
-        check_answers(dataset, captioner)
+        first = [dataset.image(row) for row in range(min(PROBED, len(dataset)))]
+        if not any(captioner.describe(first)):  # of some images "" is well: it trains no condition
+            what = f"{config.model!r} answers nothing to {config.prompt!r} for {many(len(first), 'image')}"
+            raise DataError(what, "set another data.captioner.prompt or model")
         for name in ("text", "tokens"):  # states of earlier captions fit these rows, and not these words
             dataset.store.delete(*dataset.store.list(join(dataset.prefix, "columns", name)))
             dataset.forget(name)

@@ -10,7 +10,7 @@ from atoll.base.console import say
 from atoll.base.device import named_device, using_threads
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.pictures import picture_place
-from atoll.campaign.assemble import assembled_manifest
+from atoll.campaign.assemble import assembled_manifest, single_network
 from atoll.campaign.folder import FROZEN, Campaign
 from atoll.campaign.roles import SINGLE
 from atoll.model.model import ENSEMBLE, Model
@@ -32,6 +32,8 @@ def campaign_model(
         raise ConfigError(f"there is no model {name!r}", nearest(name, names))
     if name == ENSEMBLE:
         assembled_manifest(campaign)
+    else:
+        single_network(campaign, name)
     if config.trusted:
         trusted = {*config.trusted, *(trusted or ())}
     options = {"residency": config.sampling.residency, "encoders": config.encoders, **options}

@@ -20,9 +20,6 @@ from atoll.encoders.text import TextEncoder
 from atoll.encoders.vae import Autoencoder
 from atoll.encoders.vision import VisionEncoder
 
-PROBED = 4
-"""Images whose captions tell whether a captioner answers at all."""
-
 
 def origin(encoder: TextEncoder | Autoencoder) -> dict[str, Any]:
     """What made a column: by the hashes in 16 bits, copies that are saved so are known again.
@@ -80,14 +77,6 @@ def _in_batches(
 ) -> torch.Tensor:
     # A few at a time: the next are decoded meanwhile, and a whole shard would not fit into a GPU.
     return torch.cat([encode(part) for part in iter(lambda: [*islice(pictures, batch)], [])]).half()
-
-
-def check_answers(dataset: DataSet, captioner: Captioner) -> None:
-    """`DataError` if the captioner says nothing of the first images; of others "" trains no condition."""
-    first = [dataset.image(row) for row in range(min(PROBED, len(dataset)))]
-    if not any(captioner.describe(first)):
-        what = f"{captioner.name!r} answers nothing to {captioner.prompt!r} for {many(len(first), 'image')}"
-        raise DataError(what, "set another data.captioner.prompt or model")
 
 
 def caption_job(dataset: DataSet, captioner: Captioner, config: CaptionerConfig) -> ColumnJob:

@@ -12,7 +12,7 @@ import posixpath
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress, pairwise
 from posixpath import join
@@ -176,7 +176,13 @@ class IngestJob(ShardedJob[DataSet]):
             "captions": captions,
         }
         fields |= {column: value for column, value in optional.items() if column in self.schema.names}
-        add_picture(tar, name, png(small.convert("L" if gray else "RGB")), captions[0], fields)
+        about = json.dumps(fields, ensure_ascii=False, sort_keys=True)
+        picture = png(small.convert("L" if gray else "RGB"))
+        for ending, data in (("png", picture), ("txt", captions[0].encode()), ("json", about.encode())):
+            # Without owner and time: the same pictures give the same bytes, whoever wrote them, and when.
+            info = tarfile.TarInfo(f"{name}.{ending}")
+            info.size, info.mode, info.mtime = len(data), 0o644, 0
+            tar.addfile(info, io.BytesIO(data))
         return {**fields, "caption": captions[0]}
 
     def combine(self, notes: list[ShardNote]) -> DataSet:
@@ -266,16 +272,6 @@ def safe_id(text: str) -> str:
         return text
     readable = re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:64]
     return f"{readable}-{sha256(text.encode('utf-8', 'surrogatepass'))[:16]}".lstrip("-")
-
-
-def add_picture(tar: tarfile.TarFile, name: str, png: bytes, caption: str, fields: Mapping[str, Any]) -> None:
-    """Add a picture as `name.png`, `name.txt` and `name.json`; the name is a safe id."""
-    about = json.dumps(fields, ensure_ascii=False, sort_keys=True)
-    for ending, data in (("png", png), ("txt", caption.encode()), ("json", about.encode())):
-        # Without owner and time: the same pictures give the same bytes, whoever wrote them, and when.
-        info = tarfile.TarInfo(f"{name}.{ending}")
-        info.size, info.mode, info.mtime = len(data), 0o644, 0
-        tar.addfile(info, io.BytesIO(data))
 
 
 def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | None = None) -> None:

@@ -22,6 +22,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.markdown import render
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
+from atoll.campaign.assemble import single_network
 from atoll.campaign.card_facts import model_card_facts, prompts
 from atoll.campaign.folder import Campaign
 from atoll.encoders.registry import text_parts, with_tokenizers
@@ -30,7 +31,7 @@ from atoll.export.call import quiet_loading
 from atoll.export.encoders import by_name, check_encoders, copy_encoders
 from atoll.export.ensemble import SHOWN, ExportRequest
 from atoll.model.card import WEIGHTS, Card
-from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.model.checkpoint import CARD
 from atoll.model.folder import MODEL_INDEX, PICTURE, README, defaults, scheduler_shift
 from atoll.model.generation import Generation
 from atoll.model.model_card import shared_facts
@@ -113,7 +114,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
 
     `ConfigError` where no stock pipeline runs the model, or the folder holds something else.
     """
-    published = Checkpoint.of_run(campaign.store, request.model)
+    published = single_network(campaign, request.model)
     if campaign.config.trusted:
         published.check_trusted(campaign.config.trusted)
     card, few = published.card, "steps" in published.card.sampling
@@ -127,10 +128,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             raise ConfigError(f"a stock {stock.limits.pipeline} {what}", "export the ensemble")
         if request.encoders != "copy":  # README.md could not name each with its tokenizer
             raise ConfigError("several text encoders go along with the model", "use --encoders copy")
-    if request.experts != "auto":
-        raise ConfigError(f"--experts goes with the ensemble, not with the {request.model}", "leave it out")
-    if request.key is not None:
-        raise ConfigError(f"--sign goes with the ensemble, not with the {request.model}", "leave it out")
+    for name, given in (("experts", request.experts != "auto"), ("sign", request.key is not None)):
+        if given:
+            raise ConfigError(f"--{name} goes with the ensemble, not the {request.model}", "leave it out")
     root = output_folder(request.to, stock.limits.pipeline)
     loaded = by_name(card, allowed=campaign.config.encoders)
     vae = loaded.get("vae")

@@ -14,7 +14,7 @@ from torch.nn.functional import avg_pool2d
 
 from atoll.base.console import say
 from atoll.base.errors import ConfigError
-from atoll.base.pictures import grid, picture_place, png, write_picture
+from atoll.base.pictures import FORMATS, grid, picture_place, png
 from atoll.base.text import many
 from atoll.model.dispatch import Trace
 from atoll.model.generation import Generation, Residency
@@ -80,7 +80,11 @@ class Pictures(Sequence[Any]):
                 for n, (name, image) in enumerate(zip(names, self, strict=True))
             }
         for file, image in files.items():
-            write_picture(image, file)
+            try:
+                image.save(file, FORMATS[file.suffix.lower()], quality=95)
+            except OSError as error:
+                what = f"cannot write {file}: {error.strerror or error}"
+                raise ConfigError(what, "give another place") from None
         return [*files]
 
 

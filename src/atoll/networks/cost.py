@@ -44,11 +44,6 @@ class Flops:
     train: float
 
 
-def count(build: Build, call: Call, shape: DataShape, batch: int = 2) -> Flops:
-    """Count a network at the given data shape; the mean over latents of several."""
-    return mean(counts(build, call, shape, batch))
-
-
 def counts(build: Build, call: Call, shape: DataShape, batch: int = 2) -> tuple[Flops, ...]:
     """Count a network at each of the shape's latents."""
     flops = []
