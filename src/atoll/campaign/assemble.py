@@ -98,10 +98,10 @@ def single_network(campaign: Campaign, name: str) -> Checkpoint:
     """What a run on all data published; `ConfigError` for a student whose teachers no longer count."""
     network, config = Checkpoint.of_run(campaign.store, name), campaign.config
     taught, lost = network.card.provenance.get("student", {}).get("teachers", {}), list[str]()
-    for run in (*experts_of(config.partition.k), Run("router")):
+    for run in (*experts_of(config.partition.k), Run("router")) if taught else ():
         teacher = Checkpoint(campaign.store, run.network)
-        known = teacher.card.weights_sha256 if taught and teacher.published else taught.get(run.folder)
-        if run.folder in taught and (run.expert in config.quarantine or known != taught[run.folder]):
+        replaced = teacher.published and teacher.card.weights_sha256 != taught.get(run.folder)
+        if run.folder in taught and (replaced or run.expert in config.quarantine):
             lost.append(run.name)
     if lost:
         what = f"{name} in {campaign.store.location} learned from {', '.join(lost)}"

@@ -128,9 +128,9 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
             raise ConfigError(f"a stock {stock.limits.pipeline} {what}", "export the ensemble")
         if request.encoders != "copy":  # README.md could not name each with its tokenizer
             raise ConfigError("several text encoders go along with the model", "use --encoders copy")
-    for name, given in (("experts", request.experts != "auto"), ("sign", request.key is not None)):
-        if given:
-            raise ConfigError(f"--{name} goes with the ensemble, not the {request.model}", "leave it out")
+    for option, asked in (("experts", request.experts != "auto"), ("sign", request.key is not None)):
+        if asked:
+            raise ConfigError(f"--{option} goes with the ensemble, not the {request.model}", "leave it out")
     root = output_folder(request.to, stock.limits.pipeline)
     loaded = by_name(card, allowed=campaign.config.encoders)
     vae = loaded.get("vae")

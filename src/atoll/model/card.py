@@ -99,8 +99,8 @@ class Card(File):
     @field_validator("provenance")
     @classmethod
     def _holds_groups(cls, provenance: dict[str, Any]) -> dict[str, Any]:
-        for key in ("init", "student"):
-            if not isinstance(provenance.get(key, {}), dict):
+        for key, group in ((key, provenance.get(key, {})) for key in ("init", "student")):
+            if not (isinstance(group, dict) and isinstance(group.get("teachers", {}), dict)):
                 raise ValueError(f"{key} is no group of values")
         return provenance
 
