@@ -54,10 +54,9 @@ class Frechet(Metric):
             if given.rank < how.components:
                 fill = f"they fill {given.rank} of {how.components} dimensions"
                 notes.append(f"the covariance of the {pictures} is singular: {fill}")
-        for pictures, given in named:
-            if given.count < ENOUGH * how.components:
-                few = f"{given.count} {pictures} for {how.components} dimensions: so few make the distance"
-                notes.append(f"{few} larger by themselves (compare it with one of as many, or take KID)")
+        if few := [f"{m.count} {pictures}" for pictures, m in named if m.count < ENOUGH * how.components]:
+            what = f"{' and '.join(few)} for {how.components} dimensions: so few make the distance larger"
+            notes.append(f"{what} by themselves (compare it with one of as many, or take KID)")
         distance = frechet_of_moments(*(part for m in moments for part in (m.mean, m.covariance)))
         return {"frechet": Value(distance, None, "; ".join(notes) or None)}
 
