@@ -263,7 +263,7 @@ class PicturePair(Config):
 
     sample: str = column("Key of the sample.")
     training: str = column("Key of the training picture.")
-    caption: str = column("What was sampled.")
+    caption: str = column("Of the training picture.")
     id: str = column("Of the training picture's row.", default="")
 
 

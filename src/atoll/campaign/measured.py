@@ -145,9 +145,9 @@ class ComparedModel(Config):
     recall: Number = column("Share of real pictures that lie among samples.", "share", default=None)
     seconds: Number = column("Of sampling.", "s", default=None)
     gflops_per_step: Number = column(unit="GFLOPs", default=None)
-    """Operations of a sample at a step of the sampler, for one branch of guidance."""
-    experts_per_step: Number = column("Experts that are evaluated for a sample at a step.", default=None)
-    router_calls_per_step: Number = column("How often the router is.", default=None)
+    """Operations of a sample at a step of the sampler; with guidance the mean of both branches."""
+    experts_per_step: Number = column("Experts that are evaluated for it, likewise.", default=None)
+    router_calls_per_step: Number = column("Router calls, of both branches together.", default=None)
     router_share: Number = column("Part of the operations that is the router's.", "share", default=None)
 
     @cached_property

@@ -157,8 +157,8 @@ def reference_of(
         if campaign is None:
             fix = "give --reference CAMPAIGN, FOLDER or statistics"
             raise ConfigError("there is nothing to hold the pictures against", fix)
-        pictures = Rows(campaign.dataset(), split or usual)
-        return Reference.of_pictures(pictures, "the campaign's data", encoder, store)
+        rows = Rows(campaign.dataset(), split or usual)
+        return Reference.of_pictures(rows, "the campaign's data", encoder, store)
     statistics = named.endswith((".json", ".safetensors"))
     source = None if statistics else Store.open(named)
     if source is not None and (source.exists(YAML) or source.exists(FROZEN)):
@@ -272,7 +272,7 @@ class Judge:
 
 def cost_of(source: Source, spent: Mapping[str, float]) -> dict[str, float | None]:
     """Seconds of all processes together, and of a model the cost of one step of one sample: operations and
-    experts of one branch of guidance, as the paper's table counts, calls of the router by both."""
+    experts as the mean of guidance's branches, calls of the router, which may serve both, as the sum."""
     cost: dict[str, float | None] = {"seconds": round(spent["seconds"], 1)}
     if not isinstance(source, Drawn):
         return cost
@@ -368,9 +368,7 @@ def evaluate(
             return None
         point, _, new = judge.measure(source)
         key = f"{REPORTS}/{point.key}"
-        if new:
-            store.put(f"{key}.csv", table([point], COMPARED).to_csv())
-        else:
+        if not new:
             say("evaluate: finished already")
         for value in point.values.values():
             spread = f" +- {value.deviation:.4g}" if value.deviation is not None else ""
@@ -378,5 +376,6 @@ def evaluate(
         for note in notes_of([("", point.values)]):
             say(f"  note on {note}")
         if new:
+            store.put(f"{key}.csv", table([point], COMPARED).to_csv())
             say(f"wrote {store.name(key)}.json")
         return point

@@ -48,7 +48,7 @@ from atoll.measure.models import (
     strategies_for,
     supported,
 )
-from atoll.measure.pictures import Rows, encoded, extraction, measured_rows
+from atoll.measure.pictures import SPLITS, Rows, encoded, extraction, measured_rows
 from atoll.measure.shards import ShardedRows, cut
 from atoll.model.card import Card
 from atoll.model.checkpoint import Checkpoint
@@ -216,7 +216,7 @@ class _Look:
         about: dict[str, Any] = {"copies": None, "pictures": [], "closest": []}
         for split in config.splits:
             rows = works["answers", split]
-            say(f"diagnose: {rows.count:,} {split} rows at {len(config.times)} times")
+            say(f"diagnose: {rows.count:,} {SPLITS[split]} rows at {len(config.times)} times")
             how = self.candidate.missing, self.monolith is not None, self.partition.sizes, config
             _extend(tables, errors_of(rows.whole(), *how), split=split)
         samples = dict[str, dict[str, Tensor]]()
