@@ -89,6 +89,7 @@ class ShardedRows:
         progress = Progress(self.name, sum(len(self.shards[number]) for number in numbers), unit="pictures")
         for number in numbers:
             tensors = None if self.about is None else self._saved(number)
+            progress.first += len(self.shards[number]) * (tensors is not None)  # else the rest seems as quick
             if tensors is None:
                 tensors = self.make(self.shards[number])
                 if self.about is not None:
