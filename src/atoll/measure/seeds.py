@@ -168,7 +168,8 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None =
     """
     # They must repeat each other: the same settings and held-out pictures, each of a seed of its own.
     first, seen = campaigns[0], dict[int, str]()
-    reference = Rows(first.dataset(), "heldout").digest
+    split = "test" if first.config.compare.conditions == "test" else "heldout"
+    reference = Rows(first.dataset(), split).digest
     for campaign in campaigns:
         place, seed = campaign.store.location, campaign.config.seed
         if seed in seen:
@@ -179,7 +180,7 @@ def compare_seeds(campaigns: Sequence[Campaign], out: Store, part: Part | None =
         if differs:
             what = f"{place} differs from {first.store.location} in more than its seed"
             raise ConfigError(f"{what}: {', '.join(sorted(differs))}", "compare it by itself")
-        if Rows(campaign.dataset(), "heldout").digest != reference:
+        if Rows(campaign.dataset(), split).digest != reference:
             what = f"{place} and {first.store.location} hold out other pictures"
             raise ConfigError(what, "compare them on the same data")
 
