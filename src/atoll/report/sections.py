@@ -332,11 +332,9 @@ def evaluated(facts: Facts) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"name": f"{point.subject['name']}{'*' * old}", **point.values}
             for name in varied:
                 value = getattr(point.protocol, name)
-                row[name] = (
-                    f"{value:g}" if isinstance(value, float) else None if value is None else str(value)
-                )
+                row[name] = f"{value:g}" if isinstance(value, float) else value and str(value)
             rows.append(row)
-        notes = {value.note for point in group for value in point.values.values() if value.note}
+        notes = {note for p in group for v in p.values.values() if v.note for note in v.note.split("; ")}
         table = {"first": group[0], "rows": rows, "varied": varied, "notes": sorted(notes)}
         tables.append(table | {"stale": any(stale)})
     return tables

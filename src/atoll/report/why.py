@@ -222,7 +222,7 @@ def _absent(k: int, diagnosis: Diagnosis) -> dict[str, Any] | None:
         if loss is None or not base:
             return Cell(None, "", f"{title}: no rows")
         # Losses are small parts of an error, so the colour is full at half of it.
-        text = f"{loss / base:+.0%}"
+        text = f"{loss / base:+z.0%}".replace("-", "−")
         return Cell(2 * loss / base, text, f"{title}: {text} error", framed=expert == cluster)
 
     return _map(present, k, cell)
