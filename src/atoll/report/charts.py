@@ -144,6 +144,8 @@ def log_axis(values: Iterable[float], title: str = "") -> Axis:
         marks = [d * 10.0**e for e in decades for d in digits if low <= d * 10.0**e <= high]
         if len(marks) <= 6:
             break
+    if len(marks) < 2:  # the axis is short: one mark would not tell how short
+        marks = [mark for mark in linear_axis([low, high]).marks if low <= mark <= high]
     return Axis(low, high, title, log=True, marks=marks[:: max(1, -(-len(marks) // 6))])
 
 
