@@ -112,7 +112,7 @@ def test_the_reference_itself_is_perfect() -> None:
     values = compute(["frechet", "precision", "recall", "kid"], HOW, REFERENCE, REFERENCE)
     assert values["frechet"].value == pytest.approx(0, abs=1e-9)
     assert values["precision"].value == values["recall"].value == 1.0
-    assert "40 samples for 8 dimensions: so few" in values["frechet"].note
+    assert "40 samples and 40 reference pictures for 8 dimensions: so few" in values["frechet"].note
     far = compute(["precision", "recall"], HOW, Features(REFERENCE.rows + 100), REFERENCE)
     assert far["precision"].value == far["recall"].value == 0.0
 
