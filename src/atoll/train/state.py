@@ -311,10 +311,10 @@ class Saver:
         stay |= {e.checkpoint for e in commits[-self.keep :]} | {e.checkpoint for e in commits if e.milestone}
         holders = [entry.holder for entry in entries if entry.kind == "acquire"]
         ours = set(holders[: holders.index(self.log.holder) + 1])
-        for key in self.store.list("checkpoints"):
-            folder, name = "/".join(key.split("/")[:2]), key.split("/")[1]
-            if folder not in stay and name.partition("-")[2] in ours:
-                self.store.delete(key)
+        paths = [key.split("/") for key in self.store.list("checkpoints")]
+        old = [p for p in paths if "/".join(p[:2]) not in stay and p[1].partition("-")[2] in ours]
+        # The last commit is whole as well with old ones beside it.
+        _told(lambda: self.store.delete(*map("/".join, old)), fatal=False)
 
 
 def _told(do: Callable[[], Any], fatal: bool) -> Any:
@@ -323,7 +323,7 @@ def _told(do: Callable[[], Any], fatal: bool) -> Any:
     except StoreError as error:
         if fatal or isinstance(error, Fenced):
             raise
-        say(f"warning: a checkpoint could not be saved: {error}")  # the next one, if any, makes up for it
+        say(f"warning: a checkpoint could not be saved or removed: {error}")  # the next one makes up for it
         return None
 
 
