@@ -312,7 +312,7 @@ class Saver:
         holders = [entry.holder for entry in entries if entry.kind == "acquire"]
         ours = set(holders[: holders.index(self.log.holder) + 1])
         paths = [key.split("/") for key in self.store.list("checkpoints")]
-        old = [p for p in paths if "/".join(p[:2]) not in stay and p[1].partition("-")[2] in ours]
+        old = [path for path in paths if "/".join(path[:2]) not in stay and path[1].partition("-")[2] in ours]
         # The last commit is whole as well with old ones beside it.
         _told(lambda: self.store.delete(*map("/".join, old)), fatal=False)
 

@@ -295,7 +295,7 @@ class CampaignConfig(Config):
         if (student := self.student) is None:
             return self
         student.batch(self.train.batch)
-        network, k = self.denoiser("student")[0], self.partition.k
+        network, learns, k = self.denoiser("student")[0], self.objective_of("student"), self.partition.k
         student.teaching(1.0).routing.check(k)
         if network.lora is not None:
             what = "student.network.lora: a student is a whole network, which needs no other"
@@ -306,7 +306,7 @@ class CampaignConfig(Config):
         if start == "expert" and not 0 <= (expert or 0) < k:
             fix = f"use expert:0 to expert:{k - 1}"
             raise ConfigError(f"student.start: there is no expert {expert}", fix)
-        own = network.architecture(), "rectified-flow", "v"  # whatever its teachers are
+        own = network.architecture(), learns.schedule, learns.prediction
         for number in {"expert": [expert], "average": range(k), "scratch": ()}[start]:
             taught, learned = self.denoiser("expert", number)[0], self.objective_of("expert", number)
             if (taught.architecture(), learned.schedule, learned.prediction) != own:
