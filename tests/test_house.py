@@ -43,12 +43,12 @@ CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
     "core": 25_042,
-    "measure": 4_056,
+    "measure": 4_055,
     "report": 1_689,
-    "export": 1_748,
+    "export": 1_746,
     "serve": 1_505,
     "curate": 2_685,
-    "tests": 34_089,
+    "tests": 34_088,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,
@@ -74,8 +74,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_imports_only_go_down():
-    script = Path(sys.executable).with_name("lint-imports")
-    result = run(str(script), "--no-cache", "--no-logo")
+    result = run(str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -35,8 +35,7 @@ def test_commands_and_options_exist(page: str) -> None:
         command: click.Command = atoll
         rest = list(argv)
         while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
-            context = click.Context(command)
-            found = command.get_command(context, rest[0])
+            found = command.get_command(click.Context(command), rest[0])
             assert found is not None, f"{page}: atoll {' '.join(argv)}: there is no command {rest[0]!r}"
             command, rest = found, rest[1:]
         known = {option for parameter in command.params for option in parameter.opts}

@@ -286,9 +286,9 @@ def test_the_papers_eight_times_three_billion(paper: Plan) -> None:
 
     # Bytes. A ring over K nodes sends 2 (K - 1) / K of the gradients from each of K nodes, at every step.
     sent = paper.transfer
-    assert sent.between_islands == 0
     assert sent.row == 2 * (4 * 32 * 32) + 4 * 77  # tokens: their states are made in training
     assert sent.data_out == 153_600_000 * sent.row
+    assert sent.weights_out == 0
     assert sent.experts_in == 4 * sum(run.footprint.parameters for run in paper.own)
     assert sent.all_reduce == 2 * 7 * 4 * paper.monolith.footprint.parameters * 1_000_000
     assert planned([100]).transfer.all_reduce == 0
@@ -382,7 +382,7 @@ def test_json_is_json_and_holds_the_whole_plan(run: Run, tmp_path: Path) -> None
     plan = json.loads(run("plan", write_campaign(tmp_path / "c"), "--json", "--gpus", "2").out)
     assert [r["name"] for r in plan["runs"]] == ["expert 0", "expert 1", "router"]
     assert plan["gpus_per_island"] == 2 and plan["gpu"]["name"] == "h100"
-    assert plan["monolith"]["gpus"] == 4 and plan["bytes"]["between_islands"] == 0
+    assert plan["monolith"]["gpus"] == 4
     assert plan["bytes"]["data_out"] is None and plan["runs"][0]["rows"] is None
     chosen = plan["runs"][0]["memory"]["chosen"]
     assert chosen["total"] == chosen["state"] + chosen["copies"] + chosen["activations"] + OVERHEAD

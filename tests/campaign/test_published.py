@@ -331,8 +331,7 @@ def test_encoders_that_stay_outside_are_loaded_beside_those_in_the_folder(
     folder, model = adopted("dev")
     small = {"text_encoder": "MIT"}
     monkeypatch.setattr("atoll.export.encoders.licence_of", lambda name: small.get(Path(name).name))
-    argv = ["export", folder.parent / "c", "--to", tmp_path / "out", "--no-picture"]
-    assert run(*argv).code == 0
+    assert run("export", folder.parent / "c", "--to", tmp_path / "out", "--no-picture").code == 0
     assert [path.name for path in (tmp_path / "out").glob("text_encoder*")] == ["text_encoder"]
     allowed = Campaign.open(folder.parent / "c").config.encoders
     with pytest.raises(ConfigError, match="does not know"):

@@ -60,7 +60,7 @@ def test_before_anything_has_started(copy: Path, run: Run, tmp_path: Path) -> No
     assert "A copy of expert 0, expert 1, router, monolith alone" in run("status", copy).out
 
 
-def test_a_finished_run(copy: Path) -> None:
+def test_a_finished_run(copy: Path, tmp_path: Path, run: Run) -> None:
     train_run(Campaign.open(copy), "expert", 0)
     status = Observer(Campaign.open(copy)).read()
     one, other, *_ = status.runs
@@ -82,6 +82,9 @@ def test_a_finished_run(copy: Path) -> None:
     (copy / "islands/0/run").rename(copy / "moved")  # an island that came back without its run
     alone = look(copy)["expert 0"]
     assert (alone.state, alone.published_bytes) == ("published", one.published_bytes)
+    others = shutil.ignore_patterns("partition", "1", "router", "monolith")
+    shutil.copytree(copy, tmp_path / "away", ignore=others)
+    assert "A copy of expert 0 alone: copy it back" in run("status", tmp_path / "away").out
 
     # An expert whose data set named another island's file would be seen.
     path = copy / "islands/0/data/manifest.json"

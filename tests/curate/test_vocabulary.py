@@ -66,8 +66,7 @@ def test_a_thousand_captions_as_by_brute_force():
     phrases = [" ".join(pair) for pair in itertools.permutations(["dog", "house", "leaf", "child"], 2)]
     single = ["red", "dog", "hot", "bus", "leaf", "child", "3", "ice cream", "cream", "red hot dog"]
     vocabulary = Vocabulary.of_lines([*single, *phrases], "test")
-    finder = Finder(vocabulary)
-    found = [finder(caption) for caption in captions]
+    found = [*map(Finder(vocabulary), captions)]
     assert found == [brute_force(vocabulary, caption) for caption in captions]
     assert {n for one in found for n in one} == set(range(len(vocabulary)))
 

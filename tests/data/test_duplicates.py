@@ -174,8 +174,7 @@ def test_hashes_are_near_for_the_same_scene_and_far_for_others() -> None:
         return int(np.bitwise_count(fingerprint(one)[:8] ^ fingerprint(other)[:8]).sum())
 
     same = [apart(scene(n), Image.open(io.BytesIO(saved(scene(n), "JPEG", quality=50)))) for n in range(20)]
-    others = [apart(scene(n), scene(n + 1)) for n in range(20)]
-    assert max(same) <= 6 and min(others) > 12
+    assert max(same) <= 6 and min(apart(scene(n), scene(n + 1)) for n in range(20)) > 12
 
 
 def test_a_campaign_leaves_them_out_and_shows_the_doubtful(folder: Path, tmp_path: Path, run: Run) -> None:

@@ -169,8 +169,7 @@ def test_any_number_of_processes_resumed_anywhere_sees_the_same(
 def test_steps_of_all_buckets_are_mixed() -> None:
     buckets = np.repeat([0, 1, 2], 4000)
     shapes = buckets[each_step(BucketOrder(buckets, 10, 0, "ids"), 1200)[:, 0]]
-    changes = (shapes[1:] != shapes[:-1]).mean()
-    assert abs(changes - 2 / 3) < 0.05
+    assert abs((shapes[1:] != shapes[:-1]).mean() - 2 / 3) < 0.05
     other = buckets[each_step(BucketOrder(buckets, 10, 1, "ids"), 1200)[:, 0]]
     assert (shapes == other).mean() < 0.5
 
@@ -184,8 +183,7 @@ def test_other_buckets_ids_and_batches_are_another_order() -> None:
         BucketOrder((np.arange(400) + 1) % 3, 8, 0, "ids"),
         BucketOrder(buckets, 9, 0, "ids"),
     ]
-    seen = {tuple(order.at(range(40)).tolist()) for order in orders}
-    assert len(seen) == len(orders)
+    assert len({tuple(order.at(range(40)).tolist()) for order in orders}) == len(orders)
 
 
 def test_the_order_of_buckets_does_not_change_between_versions() -> None:

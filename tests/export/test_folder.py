@@ -27,6 +27,7 @@ from atoll.model.checkpoint import Checkpoint
 from atoll.model.generation import Residency
 from atoll.model.model import Model
 from atoll.networks.families import family
+from atoll.store.signatures import SIGNATURE
 from atoll.store.store import Store
 from helpers import Run, assembled, refused
 from helpers_export import LABELS, expert, expert_of, generators, load, pipeline, state, text_pipeline
@@ -277,7 +278,10 @@ def test_an_evaluation_goes_along_with_the_very_parts_it_is_of(copy: Path, tmp_p
     assert not goes_along(load(tmp_path / "some"), "again")
     changed = load(copy)
     changed.experts.add(expert(1, LABELS, seed=77))
+    signature = tmp_path / "whole" / SIGNATURE
+    signature.touch()
     assert not goes_along(changed, "whole")  # over the earlier picture
+    assert not signature.exists()  # it was of the earlier parts
     assert not goes_along(load(copy, torch_dtype=torch.bfloat16), "half")
 
 

@@ -43,8 +43,7 @@ def error(a: Tensor, b: Tensor) -> float:
     ("first", "second"), list(itertools.product(SCHEDULES, SCHEDULES)), ids=lambda s: s.name
 )
 def test_the_time_of_the_same_snr_on_another_schedule(first: Schedule, second: Schedule) -> None:
-    rectified = torch.linspace(0.01, 0.99, 12, dtype=torch.float64)
-    t = same_snr_time(rectified, RectifiedFlow(), first)
+    t = same_snr_time(torch.linspace(0.01, 0.99, 12, dtype=torch.float64), RectifiedFlow(), first)
     tau = same_snr_time(t, first, second)
     torch.testing.assert_close(second.log_snr(tau), first.log_snr(t), rtol=1e-12, atol=1e-11)
     assert error(same_snr_time(tau, second, first), t) < 1e-12

@@ -132,6 +132,5 @@ def _copy(large: int, source: str, target: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    if path.is_symlink() or not path.is_file():
-        return "no file"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    is_file = path.is_file() and not path.is_symlink()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if is_file else "no file"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from atoll.campaign.settings.launch import SkyConfig
+from atoll.campaign.settings.launch import Placement, SkyConfig
 from atoll.launch import sky
 from atoll.launch.job import Job, Site, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 URL = "s3://bucket/a campaign; with 'quotes'"
-CODE = SkyConfig(workdir=".")
+CODE = Placement(sky=SkyConfig(workdir="."))
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atoll-tests" / "sky"
 
 PARSE = """
@@ -70,10 +70,11 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
     full = SkyConfig(accelerators="H100:8", workdir=str(tmp_path / "code"), secrets=("KEY",), **place)  # type: ignore[arg-type]
     on_demand = SkyConfig(setup=(), use_spot=False, cloud="kubernetes")
     argv = command("train", "expert", URL, "--expert", "0", "--wait", python="python")
+    asked = Placement(nodes=2, memory_gb=100, sky=full)
     jobs = [
-        Job("expert 0", argv, 64, gpus=8, processes=8, nodes=2, memory=10**11, memory_asked=True, sky=full),
-        Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0, sky=CODE),
-        Job("monolith", argv, gpus=0, sky=on_demand, env={"A": "x: {y}"}),
+        Job("expert 0", argv, 64, gpus=8, processes=8, memory=10**11, place=asked),
+        Job("router", command("train", "router", URL, "--wait", python="python"), cpus=2, gpus=0, place=CODE),
+        Job("monolith", argv, gpus=0, place=Placement(sky=on_demand), env={"A": "x: {y}"}),
     ]
     sky.submit(jobs, Site(URL, tmp_path, tmp_path / "launch"))
     paths = [tmp_path / "launch" / f"{job.slug}.yaml" for job in jobs]
@@ -99,7 +100,7 @@ def test_skypilot_reads_every_job_as_it_is_meant(python: Path, tmp_path: Path) -
 def test_skypilot_has_the_options_that_the_script_uses(python: Path, tmp_path: Path) -> None:
     """The commands of the script, asked for their help: nothing is launched."""
     asked = SkyConfig(setup=(), secrets=("K",))
-    text = sky.files([Job("router", ("x",), gpus=0, sky=asked)], URL)[sky.SCRIPT]
+    text = sky.files([Job("router", ("x",), gpus=0, place=Placement(sky=asked))], URL)[sky.SCRIPT]
     used = {"launch": ["--name", "--detach-run", "--yes", "--secret"], "queue": ["--skip-finished"]}
     assert all(option in text for options in used.values() for option in options)
     for verb, options in {**used, "logs": ["--name"]}.items():

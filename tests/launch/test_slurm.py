@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from atoll.campaign.folder import Campaign
-from atoll.campaign.settings.launch import SlurmConfig
+from atoll.campaign.settings.launch import Placement, SlurmConfig
 from atoll.launch import slurm
 from atoll.launch.job import Job, Site
 from atoll.train.run import train_run
@@ -217,7 +217,7 @@ def test_two_nodes_meet_are_warned_together_and_come_back(
     program = tmp_path / "ranks.py"
     program.write_text(RANKS)
     asked = SlurmConfig(partition="both", hours=0.5)
-    job = Job("expert 0", (sys.executable, str(program)), nodes=2, slurm=asked)
+    job = Job("expert 0", (sys.executable, str(program)), place=Placement(nodes=2, slurm=asked))
     slurm.submit([job], Site(str(tmp_path), tmp_path / "launch", tmp_path))
     number = submitted(capsys.readouterr().out)["expert 0"]
     output = tmp_path / "launch" / "expert-0.out"

@@ -42,8 +42,8 @@ def test_islands_have_targets_and_gpus_of_their_own(tmp_path: Path) -> None:
     zero, one, monolith = (placed[name] for name in ("expert 0", "expert 1", "monolith"))
     assert (zero.gpus, zero.processes, zero.cpus, zero.memory) == (4, 4, 16, 2_500_000_000)
     assert (one.gpus, one.processes, one.cpus) == (None, 2, 6)
-    assert (monolith.nodes, monolith.processes) == (2, 8)
-    assert zero.env == {"A": "1"} and zero.slurm.partition == "gpu"
+    assert (monolith.place.nodes, monolith.processes) == (2, 8)
+    assert zero.env == {"A": "1"} and zero.place.slurm.partition == "gpu"
     root = campaign.store.location
     assert zero.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--expert", "0", "--wait")
     assert one.argv == (sys.executable, "-m", "atoll", "train", "expert", root, "--expert", "1")
@@ -54,7 +54,7 @@ def test_the_assembly_is_a_job_where_all_its_parts_are_slurms(
 ) -> None:
     *_, last = plan_jobs(opened(tmp_path / "c", {"gpus": 2, "slurm": {"partition": "gpu"}}), "slurm")
     assert last.name == "assemble" and last.needs == ("expert 0", "expert 1", "router")
-    assert (last.gpus, last.processes, last.slurm.partition) == (0, 1, "gpu")
+    assert (last.gpus, last.processes, last.place.slurm.partition) == (0, 1, "gpu")
     (tmp_path / "a.pem").touch()
     monkeypatch.chdir(tmp_path)  # a key's path means there what it means here
     sets = ["quarantine=[1]", "launch.gpus=1", "trusted=[a.pem]"]
@@ -135,7 +135,7 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
     ]
     assert [(job.count, job.after_any) for job in making] == 2 * [(2, False), (1, True)]
     assert [job.needs for job in (*making, cut)] == [(), *((name,) for name in steps)]
-    assert {(job.gpus, job.processes, job.slurm.partition, job.saves) for job in making} == {
+    assert {(job.gpus, job.processes, job.place.slurm.partition, job.saves) for job in making} == {
         (None, 1, "cpu", False)
     }
     assert cut.name == "partition" and not cut.after_any  # without a complete data set no run starts

@@ -14,13 +14,13 @@ import yaml
 
 import atoll
 from atoll.base.errors import AtollError, ConfigError
-from atoll.campaign.settings.launch import LaunchConfig, SkyConfig, SlurmConfig
+from atoll.campaign.settings.launch import LaunchConfig, Placement, SkyConfig, SlurmConfig
 from atoll.launch import sky, slurm
 from atoll.launch.job import Job, Site, command
 
 URL = "s3://bucket/campaign"
 SITE = Site("/c", Path("/c/launch"), Path("launch"))
-CODE = SkyConfig(workdir=".")
+CODE = Placement(sky=SkyConfig(workdir="."))
 HOSTILE = ["plain", "a b", "it's", 'a"b', "a;b", "$HOME", "`id`", "a%jb"]
 HOSTILE += ["a#b", "ünï", "a&b|c", "a*b", "a\\b", "-x"]
 
@@ -54,8 +54,8 @@ def test_what_a_job_asks_of_slurm() -> None:
     names = {"partition": "gpu,big", "constraint": "a100&ib", "account": "me", "qos": "long"}
     more = {"lines": ("--exclude=node7", "--nice"), "setup": ("module load cuda",)}
     asked = SlurmConfig(**names, **more, gpu_type="a100", hours=1.5, warn=300)  # type: ignore[arg-type]
-    size: dict[str, Any] = {"cpus": 8, "gpus": 4, "processes": 4, "memory": 64 * 10**9, "memory_asked": True}
-    job = Job("expert 3", train("/c"), **size, slurm=asked)
+    size: dict[str, Any] = {"cpus": 8, "gpus": 4, "processes": 4, "memory": 64 * 10**9}
+    job = Job("expert 3", train("/c"), **size, place=Placement(memory_gb=64, slurm=asked))
     text = slurm.script(job, SITE)
     parses(text)
     found = options(text)
@@ -75,7 +75,8 @@ def test_what_is_not_set_is_left_to_the_cluster_and_tasks_have_logs_of_their_own
     """Also under a name in which sbatch would otherwise see its own patterns."""
     bare = options(slurm.script(Job("router", train("/c"), memory=10**9), SITE))
     assert not {"--mem", "--time", "--partition", "--gres", "--account", "--qos", "--constraint"} & set(bare)
-    short = options(slurm.script(Job("router", train("/c"), slurm=SlurmConfig(hours=0.05)), SITE))
+    brief = Placement(slurm=SlurmConfig(hours=0.05))
+    short = options(slurm.script(Job("router", train("/c"), place=brief), SITE))
     assert (short["--time"], short["--signal"]) == ("3", "B:USR1@90")  # and not 120 s before the end of 180
     text = slurm.script(Job("data", train("/c"), count=3), Site("/c%a", Path("/c%a/launch"), Path("/c")))
     array = options(text)
@@ -83,7 +84,8 @@ def test_what_is_not_set_is_left_to_the_cluster_and_tasks_have_logs_of_their_own
 
 
 def test_several_nodes_meet_at_the_first() -> None:
-    text = slurm.script(Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, nodes=3), SITE)
+    job = Job("expert 0", train("/c"), cpus=4, gpus=2, processes=2, place=Placement(nodes=3))
+    text = slurm.script(job, SITE)
     parses(text)
     assert options(text)["--nodes"] == "3"
     line = next(line for line in text.splitlines() if line.startswith("srun"))
@@ -193,11 +195,10 @@ def test_a_slurm_that_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_a_job_asks_of_skypilot() -> None:
-    place = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll", "disk": 500}
-    asked = SkyConfig(accelerators="H100:8", workdir=".", secrets=("KEY",), **place)  # type: ignore[arg-type]
-    job = Job(
-        "expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, memory_asked=True, sky=asked
-    )
+    where = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll", "disk": 500}
+    asked = SkyConfig(accelerators="H100:8", workdir=".", secrets=("KEY",), **where)  # type: ignore[arg-type]
+    place = Placement(memory_gb=100, sky=asked)
+    job = Job("expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, place=place)
     made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     expected: dict[str, Any] = {"cpus": "64+", "memory": "100+", "accelerators": "H100:8", "use_spot": True}
     expected |= {"infra": "aws/us-east-1", "image_id": "docker:me/atoll", "disk_size": 500}
@@ -214,7 +215,7 @@ def test_what_a_job_asks_of_skypilot() -> None:
 
 def test_nodes_of_a_managed_job_meet_at_the_first() -> None:
     asked = SkyConfig(accelerators="A100:8", setup=())
-    job = Job("expert 0", train(URL), gpus=8, processes=8, nodes=2, sky=asked)
+    job = Job("expert 0", train(URL), gpus=8, processes=8, place=Placement(nodes=2, sky=asked))
     made = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])
     parses(made["run"])
     assert made["num_nodes"] == 2 and made["setup"] == "set -e\n"  # its image has Atoll
@@ -232,10 +233,11 @@ def launched(jobs: list[Job], folder: Path, body: str) -> tuple[subprocess.Compl
 
 
 def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: Path) -> None:
-    asked = SkyConfig(workdir=".", secrets=("KEY",))
+    asked = Placement(sky=SkyConfig(workdir=".", secrets=("KEY",)))
     needs = {"seed": (), "expert 0": ("seed",), "expert 1": ("seed",), "router": ()}
     jobs = [
-        Job(name, train(URL), gpus=0, needs=needs[name], sky=asked if "0" in name else CODE) for name in needs
+        Job(name, train(URL), gpus=0, needs=needs[name], place=asked if "0" in name else CODE)
+        for name in needs
     ]
     seed, one, two, router = (job.label(URL) for job in jobs)
     # A name may begin like another: expert 10 is queued, expert 1 is not.
@@ -254,8 +256,8 @@ def test_the_script_launches_what_is_not_queued_in_the_order_of_needs(tmp_path: 
 
 @pytest.mark.parametrize("after_any", [False, True])
 def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: bool, tmp_path: Path) -> None:
-    jobs = [Job("data 1", train(URL), gpus=0, sky=CODE)]
-    jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any, sky=CODE)]
+    jobs = [Job("data 1", train(URL), gpus=0, place=CODE)]
+    jobs += [Job("partition", train(URL), gpus=0, needs=("data 1",), after_any=after_any, place=CODE)]
     done, calls = launched(jobs, tmp_path, '[ "$2" != logs ]')
     assert any("partition.yaml" in call for call in calls) == (done.returncode == 0) == after_any
 
@@ -263,7 +265,7 @@ def test_a_job_that_looks_itself_starts_though_one_before_it_failed(after_any: b
 @pytest.mark.parametrize("name", [n for n in HOSTILE if n != "plain"])
 def test_a_hostile_url_stays_one_word(name: str) -> None:
     url = f"s3://bucket/{name}"
-    texts = sky.files([Job("router", ("echo", "train", url), gpus=0, sky=CODE)], url)
+    texts = sky.files([Job("router", ("echo", "train", url), gpus=0, place=CODE)], url)
     done = subprocess.run(
         ["sh", "-c", yaml.safe_load(texts["router.yaml"])["run"]], capture_output=True, check=True
     )
@@ -275,8 +277,9 @@ def test_what_no_cloud_can_see_or_give_is_refused() -> None:
     with pytest.raises(AtollError, match="SkyPilot's nodes cannot see /data/c: copy it to a bucket"):
         sky.files([Job("router", train("/data/c"))], "/data/c")
     assert [sky.gpus(text) for text in (None, "A100", "H100:8", "{A100:4, H100:4}")] == [None, 1, 8, None]
+    asked = Placement(sky=SkyConfig(accelerators="H100:8"))
     with pytest.raises(ConfigError, match=r"launch.gpus 4 and launch.sky.accelerators 'H100:8' do not agree"):
-        sky.files([Job("router", train(URL), gpus=4, sky=SkyConfig(accelerators="H100:8"))], URL)
+        sky.files([Job("router", train(URL), gpus=4, place=asked)], URL)
 
 
 def test_nodes_install_the_atoll_that_launches(tmp_path: Path) -> None:

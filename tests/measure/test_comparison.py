@@ -264,7 +264,8 @@ def test_a_sweep_draws_what_is_new_and_nothing_twice(folder: Path, compare: Run,
         (["compare.sweep=[onec]"], ["'onec'", "did you mean 'once'?"]),
         (["compare.sweep=[]"], ["compare.sweep names no strategy"]),
         (["compare.guidances=[1, -2]"], ["compare.guidances.1", "greater than or equal to 0"]),
-        (["compare.sweep=[top-9]", "compare.guidances=[1]"], ["compare.sweep", "none of these"]),
+        (["compare.sweep=[top-9]", "compare.guidances=[1]"], ["strategies top-9 none is possible"]),
+        (["compare.strategies=[top-8, top-9]"], ["strategies top-8, top-9 none is possible"]),
     ],
 )
 def test_wrong_settings_are_one_line(

@@ -128,8 +128,7 @@ def test_under_commit_each_expert_is_brought_once_over_all_batches(
     bank = ResidentExperts(stored, residency)
     ensemble, count = Bank(bank, Wants([[n % 3, 3] for n in range(9)])), 18
     rows = Conditions.of_rows(conditions(count, CLASSES), null(CLASSES), count)
-    sampling = Sampling(Generation(steps=3), rows, (3, 8, 8), count, batch=2)
-    drawn = list(generate(ensemble, sampling))
+    drawn = list(generate(ensemble, Sampling(Generation(steps=3), rows, (3, 8, 8), count, batch=2)))
     assert bank.loads == K
     served = [part.trace.weights[0].argmax(1).tolist() for part in drawn if part.trace]
     assert sorted(k for batch in served for k in batch) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 9

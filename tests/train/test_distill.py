@@ -339,7 +339,8 @@ def test_the_card_tells_the_teachers_which_have_to_stay(copy: Path, run: Run) ->
     sample = "sample", copy, "1", "--model", "student", "--out", copy / "a.png"
     refused(run(*sample, "--set", "quarantine=[1]"), "learned from expert 1, in quarantine or replaced")
     replace_expert(copy, 0, by=1)
-    for words in (sample, ("export", copy, "--model", "student", "--to", copy.parent / "out")):
+    export = "export", copy, "--model", "student", "--to", copy.parent / "out"
+    for words in (sample, export, ("train", "student", copy)):
         refused(run(*words), "learned from expert 0, in quarantine or replaced since", "remove student/run")
 
 

@@ -36,7 +36,6 @@ from atoll.store.manifest import Published, read_file, write_blocks
 from atoll.store.store import Conflict, Store, to_json
 from atoll.store.tensors import read_tensors
 
-SCRATCH = "scratch"
 FOLDER, MANIFEST = "init", "init.json"
 Kind = Literal["checkpoint", "pretrain", "experts"]
 # By kind: the origin in words, why `init/` is missing, and what to do then.
@@ -170,7 +169,7 @@ def check_checkpoints(campaign: Campaign) -> None:
     for run in (*whole, *(Run("expert", island) for island in config.islands)):
         network, objective = config.denoiser(*run)[0], config.objective_of(*run)
         learns = objective.prediction, objective.schedule
-        if network.init == SCRATCH or (network, learns) in warned:
+        if network.init == "scratch" or (network, learns) in warned:
             continue
         warned.add((network, learns))
         with _named_by_setting():
@@ -209,7 +208,7 @@ class Checkpoints:
                     what = f"islands.{run.expert}.network has no tensor of the pretrained shapes"
                     fix = "give it the campaign's heads and head_width, or set budget.pretrain=0"
                     raise ConfigError(f"{what}, to start from", fix)
-            if run.kind.task == "route" or config.origin or settings.init in (SCRATCH, *self._read):
+            if run.kind.task == "route" or config.origin or settings.init in ("scratch", *self._read):
                 continue
             with _named_by_setting():
                 checkpoint = _find(settings, self.beside, shape)

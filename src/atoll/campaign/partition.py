@@ -9,7 +9,7 @@ from atoll.base.rng import seed_of
 from atoll.base.text import many, shorten
 from atoll.campaign.budget import Budget, divide, flops_ratio, too_small
 from atoll.campaign.folder import Campaign, finished_origin
-from atoll.campaign.initial import SCRATCH, Checkpoints, initial_network, initial_router
+from atoll.campaign.initial import Checkpoints, initial_network, initial_router
 from atoll.campaign.runs import (
     Run,
     RunPlan,
@@ -140,9 +140,7 @@ def _write_runs(
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
         settings = config.denoiser(*run)[0]
-        drawn = not role.wanted(config) if config.origin else settings.init == SCRATCH
-        start = role.init(config) or ("scratch" if drawn else "checkpoint")
-        routes = role.task == "route"
+        start, routes = run.start(config), role.task == "route"
         initial = initial_router(campaign, shape) if routes else initial_network(settings, shape, config.seed)
         if start == "checkpoint":
             weights = checkpoints.publish(run, initial, partition.hash, shape)

@@ -140,8 +140,8 @@ class PlannedBytes:
 
     data_out: int | None  # data sets sent to the islands
     row: int  # of one row, at most
+    weights_out: int  # initial weights sent to the islands, to each the whole network
     experts_in: int  # networks that come back
-    between_islands: int  # while they train
     all_reduce: int  # that a data-parallel monolith on as many nodes sends meanwhile, all nodes together
     captions: int | None  # of the data set
 
@@ -287,13 +287,14 @@ def make_plan(
             start = max((ends.get(role, 0.0) for role in run.kind.needs(config)), default=0.0)
             ends[run.role] = max(ends.get(run.role, 0.0), start + cost.seconds)
 
+    started = [cost.footprint for cost in experts if cost.run.start(config) != "scratch"]
     # All-reduce in a ring: each of K nodes sends 2 (K - 1) / K of the float32 gradients at every step.
     ring = 2 * (len(experts) - 1) * GRADIENTS * costs[Run(BASELINE)].footprint.parameters
     transfer = PlannedBytes(
         None if data.stored is None else sum(data.stored),
         row=row_bytes(data.shape, config.data.precompute_text),
+        weights_out=WEIGHTS * sum(each.parameters + each.frozen for each in started),
         experts_in=EMA * sum(cost.footprint.parameters for cost in parts),
-        between_islands=0,
         all_reduce=ring * budget[Run(BASELINE)].steps,
         captions=None if captions is None else captions.bytes,
     )
@@ -364,8 +365,7 @@ def must_fit(plan: Plan, table: dict[str, Gpu]) -> None:
         if cost.mode is not None or cost.run.role == BASELINE:
             continue
         gpus = (n for n in range(cost.gpus + 1, cost.budget.batch + 1) if least(cost, n) <= plan.gpu.memory)
-        more = next(gpus, None)
-        need = least(cost, cost.gpus)
+        more, need = next(gpus, None), least(cost, cost.gpus)
         other = min(((gpu.memory, name) for name, gpu in table.items() if need <= gpu.memory), default=None)
         options = [f"--gpus {more}"] if more else []
         options += [f"--gpu {other[1]}"] if other else []
@@ -449,8 +449,9 @@ def lines(plan: Plan) -> list[str]:
         (sent.captions, "captions of the data set"),
         (sent.data_out, "data sets out to the islands"),
         (None if known else sent.row, "for every row of the data sets out to the islands"),
+        (sent.weights_out or None, "initial weights out to the islands"),
         (sent.experts_in, "networks back in"),
-        (sent.between_islands, "between islands while they train"),
+        (0, "between islands while they train"),
         (sent.all_reduce, f"between {k} nodes of a data-parallel monolith (all-reduce)"),
     ]
     shown += ["", *textwrap.wrap(EXPLAINED, 98), "", "Bytes:"]

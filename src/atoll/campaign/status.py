@@ -364,8 +364,9 @@ def lines(status: CampaignStatus) -> list[str]:
     launch = f"atoll launch {shlex.quote(status.location)}"
     idle = [run for run in runs if run.state in ("left", "waiting")]
     if not status.partitioned:
-        here = ", ".join(run.name for run in runs if run.steps is not None)
-        copied = f"A copy of {here} alone: train it here, and copy it back to the campaign."
+        here = [run for run in runs if run.steps is not None]
+        names, left = ", ".join(run.name for run in here), any(run.state != "published" for run in here)
+        copied = f"A copy of {names} alone: {'train it here, and ' * left}copy it back to the campaign."
         text.append(copied if here else f"Not partitioned yet. Start: {launch}")
     elif any(run.state in ("stale", "failed") for run in status.bad):
         text.append(f"Go on from what is saved: {launch}")

@@ -18,7 +18,7 @@ from atoll.model.folder import FolderWriter, defaults
 from atoll.model.model_card import listed
 from atoll.model.opened import Chosen, inspect_folder, mark_incomplete, output_folder, select_experts
 from atoll.store.manifest import entry_of
-from atoll.store.signatures import SIGNATURE, check_key, sign
+from atoll.store.signatures import check_key, sign
 
 SHOWN = 8
 """Pictures for the model card."""
@@ -79,9 +79,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
     networks = {} if request.encoders == "name" else by_name(router, allowed=campaign.config.encoders)
     check_encoders(router, networks)
 
-    # The manifest and its signature are the last to come, so they are the first to go.
     folder = mark_incomplete(root)
-    folder.delete(SIGNATURE)
     folder.sweep()
     writer = FolderWriter(folder, manifest.k)
     for part in parts.values():

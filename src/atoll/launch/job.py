@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.base.hashing import sha256
-from atoll.campaign.settings.launch import RayConfig, SkyConfig, SlurmConfig
+from atoll.campaign.settings.launch import Placement
 from atoll.store.location import resolve
 
 
@@ -19,21 +19,16 @@ class Job:
     name: str  # for messages, unique
     argv: tuple[str, ...]  # its first part is a Python
     cpus: int = 1  # cores that it uses on a node
-    memory: int = 0  # bytes it needs at most on a node, roughly; an estimate unless `memory_asked`
+    memory: int = 0  # bytes it needs at most on a node, roughly; an estimate unless `place` asks for some
     work: float = 0.0  # how long it takes in relation to others; longer ones start first
     gpus: int | None = None  # of a node; None is one where this machine has any
     processes: int = 1  # of a node
-    nodes: int = 1
     needs: tuple[str, ...] = ()  # names of jobs that have to finish first
     after_any: bool = False  # a queue starts it however those ended: it looks itself at what they made
     saves: bool = True  # a warning lets it save and leave; else it dies of it, and is queued again as well
     count: int = 1  # how many of it share one work; more than one only for launchers with `ARRAYS`
     env: Mapping[str, str] = field(default_factory=dict)
-    memory_asked: bool = False
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
-    sky: SkyConfig = field(default_factory=SkyConfig)
-    options: Mapping[str, str] = field(default_factory=dict)  # for a launcher of the user's own
+    place: Placement = field(default_factory=Placement)  # as it was asked for, with each launcher's options
     target: str = "local"  # the launcher that runs it
 
     @property
@@ -61,7 +56,7 @@ class Job:
 
     def shell(self, host: str = "", port: str = "") -> str:
         """The command for a shell; nodes meet at `host` and `port`, which are shell text as they are."""
-        if self.nodes == 1:
+        if self.place.nodes == 1:
             return shlex.join(self.local_argv())
         before, after = self._parts()
         meet = f'--rdzv-backend c10d --rdzv-id atoll --rdzv-endpoint "{host}:{port}"'
@@ -70,10 +65,10 @@ class Job:
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         # In two: torchrun's options for where processes meet go in between.
         python, *rest = self.argv
-        if self.nodes == self.processes == 1:
+        if self.place.nodes == self.processes == 1:
             return (python,), tuple(rest)
         # A torchrun of ours, whose exit code is that of the training: queues decide by it.
-        spread = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes))
+        spread = ("--nnodes", str(self.place.nodes), "--nproc-per-node", str(self.processes))
         return (python, "-m", "atoll.launch.torchrun", *spread), tuple(rest)
 
 

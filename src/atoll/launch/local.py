@@ -143,8 +143,8 @@ def run(jobs: Sequence[Job], gpus: int = 0) -> None:
 
 def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
     for job in jobs:
-        if job.nodes > 1:
-            what = f"{job.name} asks for {job.nodes} nodes, here is one"
+        if job.place.nodes > 1:
+            what = f"{job.name} asks for {job.place.nodes} nodes, here is one"
             raise AtollError(what, "launch it on slurm, ray or sky")
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"

@@ -138,11 +138,11 @@ class _Actor:
         names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
         options: dict[str, Any] = {names[key]: value for key, value in demand.items() if key in names}
         options["resources"] = {key: value for key, value in demand.items() if key not in names}
-        if job.nodes > 1:
+        if job.place.nodes > 1:
             try:
                 group = ray.util.get_placement_group(self.group)
             except ValueError:
-                bundles, lifetime = [demand] * job.nodes, "detached"
+                bundles, lifetime = [demand] * job.place.nodes, "detached"
                 group = ray.util.placement_group(bundles, "STRICT_SPREAD", self.group, lifetime=lifetime)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, self.number)
         try:
@@ -195,7 +195,7 @@ class _Actor:
 
 def check(jobs: Sequence[Job], site: Site) -> None:
     """Refuse an address without a cluster, and jobs that no node has room for even when it is idle."""
-    addresses = {job.ray.address or os.environ.get("RAY_ADDRESS") or "auto" for job in jobs}
+    addresses = {job.place.ray.address or os.environ.get("RAY_ADDRESS") or "auto" for job in jobs}
     if len(addresses) > 1:
         raise ConfigError(f"launch.ray.address is {' and '.join(sorted(addresses))}", "name one cluster")
     (address,) = addresses
@@ -219,14 +219,14 @@ def show(jobs: Sequence[Job], site: Site) -> str:
     lines = []
     for job in jobs:
         asked = ", ".join(f"{name} {amount:g}" for name, amount in _demand(job).items())
-        lines.append(f"# {job.name} on {many(job.nodes, 'node')} of Ray, with {asked}")
+        lines.append(f"# {job.name} on {many(job.place.nodes, 'node')} of Ray, with {asked}")
         lines.append(f"$ {job.shell('$ATOLL_HOST', '$ATOLL_PORT')}")
     return "\n".join(lines)
 
 
 def _demand(job: Job) -> dict[str, float]:
-    memory = job.memory if job.memory_asked else 0
-    amounts = {"CPU": job.cpus, "GPU": job.gpus or 0, "memory": memory, **job.ray.resources}
+    memory = job.memory if job.place.memory_gb else 0
+    amounts = {"CPU": job.cpus, "GPU": job.gpus or 0, "memory": memory, **job.place.ray.resources}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
@@ -234,12 +234,12 @@ def _lacking(job: Job) -> str:
     """What a job asks for in vain of the nodes that there are, busy or not; empty if it can run."""
     demand, nodes = _demand(job), [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fitting = [node for node in nodes if all(node.get(name, 0) >= demand[name] for name in demand)]
-    if len(fitting) >= job.nodes:
+    if len(fitting) >= job.place.nodes:
         return ""
     missing = [name for name in demand if all(node.get(name, 0) < demand[name] for node in nodes)]
     asked = " with ".join(f"{name} {demand[name]:g}" for name in missing or demand)
-    if job.nodes > 1:
-        return f"{job.nodes} nodes with {asked}, {len(fitting)} of the cluster have that"
+    if job.place.nodes > 1:
+        return f"{job.place.nodes} nodes with {asked}, {len(fitting)} of the cluster have that"
     return f"{asked}, which no node of the cluster has"
 
 
@@ -266,7 +266,7 @@ def submit(jobs: Sequence[Job], site: Site) -> None:
                 if not job.after_any and (broken := failed.keys() & set(job.needs)):
                     failed[job.name] = f"{job.name} needs {min(broken)}"
                 else:
-                    running[job.name] = [_Actor(job, site, number) for number in range(job.nodes)]
+                    running[job.name] = [_Actor(job, site, number) for number in range(job.place.nodes)]
 
             every = [actor for actors in running.values() for actor in actors]
             asked = {actor.future: actor for actor in every if actor.code < 0}

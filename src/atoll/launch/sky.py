@@ -69,9 +69,9 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
         raise AtollError(f"SkyPilot's nodes cannot see {campaign}", fix)
     texts: dict[str, str] = {}
     for job in jobs:
-        count = 0 if job.sky.accelerators is None else gpus(job.sky.accelerators)
+        count = 0 if job.place.sky.accelerators is None else gpus(job.place.sky.accelerators)
         if count is not None and count != (job.gpus or 0):
-            conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.sky.accelerators!r}"
+            conflict = f"launch.gpus {job.gpus} and launch.sky.accelerators {job.place.sky.accelerators!r}"
             raise ConfigError(f"{job.name}: {conflict} do not agree", "set only launch.sky.accelerators")
         task = _task(job, campaign)
         texts[f"{job.slug}.yaml"] = yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000)
@@ -88,7 +88,7 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
             waited.add(need)
         name = names[job.name]
         # Secrets are not in the YAML: there, one without a value is looked up at SkyPilot's server.
-        secrets = "".join(f" --secret {secret}" for secret in job.sky.secrets)
+        secrets = "".join(f" --secret {secret}" for secret in job.place.sky.secrets)
         launch = f"sky jobs launch --name {name} --detach-run --yes{secrets} {job.slug}.yaml"
         # With the spaces around it: `expert-1` is also the beginning of `expert-10`.
         lines += ['case "$queued" in', f'    *" {name} "*) echo {name} is queued already ;;']
@@ -99,7 +99,7 @@ def files(jobs: Sequence[Job], campaign: str) -> dict[str, str]:
 
 def _task(job: Job, campaign: str) -> dict[str, Any]:
     # Nothing of the campaign is mounted or copied: the run reads and writes the store at its URL by itself.
-    sky, setup = job.sky, job.sky.setup
+    sky, setup = job.place.sky, job.place.sky.setup
     if setup is None:
         file = f"{REMOTE}/{WHEEL}"
         setup = (f"pip install -c {REMOTE}/{VERSIONS} {file}",) if _sends_wheel(job) else ("pip install .",)
@@ -110,16 +110,16 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
         # With a plus: an exact number would rule out most machines.
         "cpus": f"{job.cpus}+",
         "accelerators": sky.accelerators,
-        "memory": f"{-(-job.memory // 10**9)}+" if job.memory_asked else None,
+        "memory": f"{-(-job.memory // 10**9)}+" if job.place.memory_gb else None,
         "infra": infra,
         "image_id": sky.image,
         "disk_size": sky.disk,
     }
-    meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
+    meet = 'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.place.nodes > 1 else ""
     task: dict[str, Any] = {
         "name": job.label(campaign),
         "resources": {key: value for key, value in resources.items() if value is not None},
-        "num_nodes": job.nodes,
+        "num_nodes": job.place.nodes,
         # Absolute, as the script changes folders.
         "workdir": None if sky.workdir is None else str(expanded(sky.workdir).absolute()),
         "envs": dict(job.environment),
@@ -132,7 +132,7 @@ def _task(job: Job, campaign: str) -> dict[str, Any]:
 
 
 def _sends_wheel(job: Job) -> bool:
-    return job.sky.setup is None and job.sky.workdir is None
+    return job.place.sky.setup is None and job.place.sky.workdir is None
 
 
 def write_wheel(folder: Path) -> None:

@@ -48,7 +48,7 @@ exit "$code"
 
 def script(job: Job, site: Site) -> str:
     """The sbatch script of a run."""
-    slurm = job.slurm
+    slurm = job.place.slurm
     # In --output sbatch takes a percent sign for a pattern; %a is the number within an array.
     log = str(_prints(job, site) / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
     # A bare number is minutes, and 0 would be no limit. A run that is warned at its start would take no step.
@@ -61,7 +61,7 @@ def script(job: Job, site: Site) -> str:
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{warn}",
-        f"--nodes={job.nodes}",
+        f"--nodes={job.place.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
     ]
@@ -69,7 +69,7 @@ def script(job: Job, site: Site) -> str:
         options.append(f"--array=1-{job.count}")
     if job.gpus:
         options.append(_quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}"))
-    if job.memory_asked:
+    if job.place.memory_gb:
         # Rounded up: Slurm's M are of 2**20 bytes, and a job over its memory is killed.
         options.append(f"--mem={-(-job.memory // 2**20)}M")
     if minutes:
@@ -90,21 +90,19 @@ def script(job: Job, site: Site) -> str:
     me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
     # A stage that is no run has no checkpoint, and what broke it would break it again.
     left, broke = (INTERRUPTED, BROKE) if job.saves else (DIED, "none")
-    if job.nodes > 1:
+    if job.place.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
         # Jobs of several runs may share a first node, so one port for all would clash.
         lines += ["host=$(hostname) port=$((20000 + SLURM_JOB_ID % 20000))"]
-        command = (
-            # With --kill-on-bad-exit, the first node that leaves would end the others before they have saved.
-            f"srun --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 "
-            + job.shell("$host", "$port")
-        )
+        tasks = f"--ntasks={job.place.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}"
+        # With --kill-on-bad-exit, the first node that leaves would end the others before they have saved.
+        command = f"srun {tasks} --kill-on-bad-exit=0 {job.shell('$host', '$port')}"
         tell = f'scancel --signal=TERM "{me}"'
     return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, broke=broke, me=me)
 
 
 def _prints(job: Job, site: Site) -> Path:
-    return site.prints if job.slurm.output is None else expanded(job.slurm.output).absolute()
+    return site.prints if job.place.slurm.output is None else expanded(job.place.slurm.output).absolute()
 
 
 def _quoted(option: str) -> str:

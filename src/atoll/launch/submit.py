@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import takewhile
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -280,7 +279,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         words = ("train", run.role, store.location, *options, *sets)
         threads = config.training(*run).threads
         job = _job(run.name, words, place, target, threads, memory, needs=needs, work=work)
-        if plan is not None and (ranks := job.nodes * job.processes) > plan.batch:
+        if plan is not None and (ranks := job.place.nodes * job.processes) > plan.batch:
             what = f"{run.name} asks for {ranks} processes, and its steps have {plan.batch} samples"
             raise ConfigError(what, "give it fewer GPUs, processes or nodes in launch")
         jobs.append(job)
@@ -309,21 +308,21 @@ def _job(
     """A job; `threads` and `memory` (bytes) are those of one process."""
     where = launcher(target)
     if gpus is None:
-        gpus = getattr(where, "gpus_of", attrgetter("gpus"))(place)
+        gpus = getattr(where, "gpus_of", lambda place: place.gpus)(place)
     else:
         place = place.model_copy(update={"sky": place.sky.model_copy(update={"accelerators": None})})
     # One process for each GPU, as torchrun would have it; without any GPU there is one process.
     processes = place.processes or max(1, gpus or 1)
-    memory_set = None if place.memory_gb is None else round(place.memory_gb * 10**9)
+    memory = memory * processes if place.memory_gb is None else round(place.memory_gb * 10**9)
     return Job(
         name,
         command(*words, python=place.python or where.PYTHON),
         target=target,
         cpus=place.cpus or threads * processes,
-        memory=memory_set or memory * processes,
+        memory=memory,
         gpus=gpus,
         processes=processes,
-        memory_asked=memory_set is not None,
-        **{name: getattr(place, name) for name in ("nodes", "env", "slurm", "ray", "sky", "options")},
+        env=place.env,
+        place=place,
         **options,
     )

@@ -74,7 +74,7 @@ def strategies_for(campaign: Campaign, names: Sequence[str] | None, usual: Seque
 
 
 def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretrained: bool) -> list[str]:
-    """The strategies that an ensemble of these networks can follow; which are left out is said."""
+    """The strategies that an ensemble of these networks can follow; others are told, or `ConfigError`."""
     able = []
     for name in names:
         routing = Routing.named(name)
@@ -86,6 +86,8 @@ def supported(names: Sequence[str], experts: int, missing: Sequence[int], pretra
             say(f"  warning: {name} is left out: no network of shared pretraining is assembled")
         else:
             able.append(name)
+    if names and not able:
+        raise ConfigError(f"of the strategies {', '.join(names)} none is possible here", "name another one")
     return able
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from atoll.base.device import own_device
-from atoll.base.errors import ConfigError, DataError
+from atoll.base.errors import DataError
 from atoll.campaign.card_facts import single_cards
 from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import ComparedModel, Comparison
@@ -61,9 +61,6 @@ class CommonSetup:
         if config.guidances or config.curve:
             names = supported(strategies_for(campaign, config.sweep, ["top-1"]), *able)
             names = list({str(Routing.named(name)): name for name in names}.values())
-            if not names:
-                what = "compare.sweep: none of these strategies is possible here"
-                raise ConfigError(what, "name another one")
             own, kind = self.override.generation, campaign.config.condition
             swept = [own.with_(guidance=scale).for_condition(kind) for scale in config.guidances]
             scales = sorted({float(generation.guidance) for generation in (own, *swept)})

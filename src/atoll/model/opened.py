@@ -206,6 +206,7 @@ def output_folder(to: str | os.PathLike[str], kind: str = PIPELINE, files: Colle
 def mark_incomplete(root: Path, kind: str = PIPELINE) -> Store:
     """Make the folder, and write first what says that it is a pipeline's, so that a later try may go on."""
     folder = Store.open(root, create=True)
+    folder.delete(SIGNATURE)  # of what lay there; it is the last to come
     if not folder.exists(MODEL_INDEX):
         folder.put_json(MODEL_INDEX, {"_class_name": kind})
     return folder

@@ -153,8 +153,7 @@ def test_a_head_that_no_label_trained_is_named(tmp_path: Path, run: Run):
 
 def test_an_image_text_model_is_trained_by_lora_and_loaded(tmp_path: Path):
     path = save_llava(tmp_path)
-    table = pictures(tmp_path, groups=4, each=4)
-    labels = read_labels(table, SCALE)
+    labels = read_labels(pictures(tmp_path, groups=4, each=4), SCALE)
     scorer = Scorer(SCALE, f"vlm:{path}")
     before = {name: p.clone() for name, p in scorer.reader.named_parameters()}
     done = scorer.fit(labels, default_training(f"vlm:{path}"))
@@ -162,8 +161,7 @@ def test_an_image_text_model_is_trained_by_lora_and_loaded(tmp_path: Path):
     assert changed and all("lora" in name for name in changed)
     seen = [labels.open(row) for row in range(5)]
     scores = scorer.scores(seen)
-    alone = torch.cat([scorer.scores([one]) for one in seen])
-    assert torch.allclose(scores, alone, atol=1e-4)
+    assert torch.allclose(scores, torch.cat([scorer.scores([one]) for one in seen]), atol=1e-4)
     scorer.save(str(tmp_path / "s"), done)
     assert torch.allclose(Scorer.load(str(tmp_path / "s"))[0].scores(seen), scores, atol=1e-6)
 

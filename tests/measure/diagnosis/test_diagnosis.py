@@ -607,6 +607,7 @@ def test_a_partial_ensemble_is_told(folder: Path, diagnose: Run) -> None:
     assemble(Campaign.open(folder))
     said = diagnose(folder, "diagnose.splits=[train]")
     assert said.code == 0 and "experts 1 are missing and left out" in said.out
+    refused(diagnose(folder, "diagnose.strategies=[top-9]"), "strategies top-9 none is possible")
     assert json.loads((folder / "reports/diagnostics.json").read_text())["missing"] == [1]
     assert {r["expert"] for r in table(folder, "experts")} == {0}
     own = {(r["cluster"], r["error"] is None) for r in table(folder, "errors") if r["model"] == "own"}

@@ -80,7 +80,7 @@ class TrainConfig(Config):
     """Maximum gradient norm; null for no clipping."""
     ema_half_life: float = Field(default=0.05, ge=0)
     """Half-life of the EMA of the weights, as a fraction of the run; 0 for no EMA."""
-    ema_warmup: float = Field(default=0.05, ge=0)
+    ema_warmup: float = Field(default=0.05, gt=0)
     """Upper bound of the half-life during warm-up, as a fraction of the images seen so far."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """`bf16` uses autocast. `auto` is bf16 on a GPU and float32 on a CPU."""
