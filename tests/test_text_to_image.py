@@ -83,7 +83,6 @@ def test_the_page_from_tars_to_a_served_model(
     server = Server(tmp_path / "exported", *lines[-1][2:], "--set", "residency.bound=1")
     try:
         drawn = server.client().images.generate(model="ensemble", prompt="a red square", size="32x32")  # type: ignore[call-overload]
-        picture = Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json)))
-        assert picture.size == (32, 32)
+        assert Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json))).size == (32, 32)
     finally:
         assert server.stop() == 0

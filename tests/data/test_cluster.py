@@ -55,8 +55,7 @@ def test_assignment_is_to_the_nearest() -> None:
     features, centroids = draws.normal(size=(200, 5)).astype("f4"), draws.normal(size=(7, 5)).astype("f4")
     distances = ((features[:, None] - centroids[None]) ** 2).sum(2)
     assert np.array_equal(nearest_centroid(features, centroids), distances.argmin(1))
-    twins = np.stack([centroids[0], centroids[0]])
-    assert (nearest_centroid(features, twins) == 0).all()
+    assert (nearest_centroid(features, np.stack([centroids[0], centroids[0]])) == 0).all()
 
 
 def test_more_clusters_than_different_rows() -> None:

@@ -220,8 +220,7 @@ def test_rows_of_one_value_stay_together(dataset: DataSet) -> None:
 
 
 def test_clusters_without_held_out_rows_are_told(dataset: DataSet) -> None:
-    owners = np.where((dataset.sides == 0) & (np.arange(ROWS) % 3 == 0), 1, 0)
-    numbers(dataset, owners)
+    numbers(dataset, np.where((dataset.sides == 0) & (np.arange(ROWS) % 3 == 0), 1, 0))
     made = make(dataset, None, by("owner", 2), 0)
     assert made.about.heldout[1] == 0 and "without a validation loss: 1" in made.about.warnings[0]
     assert not make(dataset, None, PartitionConfig(method="random", k=2), 0).about.warnings

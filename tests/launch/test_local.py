@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import AtollError
+from atoll.campaign.settings.launch import Placement
 from atoll.launch import local
 from atoll.launch.job import Job
 from helpers import environment
@@ -132,7 +133,8 @@ def test_gpus_are_shared_by_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert several[0] == "0,1,2" and sorted(several[1:]) == ["", "0,1", "2"]
 
 
-UNFIT = [({"gpus": 2}, "b asks for 2 GPUs, this machine has 1"), ({"nodes": 2}, "2 nodes, here is one")]
+TWO = Placement(nodes=2)
+UNFIT = [({"gpus": 2}, "b asks for 2 GPUs, this machine has 1"), ({"place": TWO}, "2 nodes, here is one")]
 UNFIT += [({"gpus": 1, "env": {local.DEVICES: "1"}}, "launch.env sets CUDA_VISIBLE_DEVICES, which this")]
 
 

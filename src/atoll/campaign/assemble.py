@@ -94,22 +94,6 @@ def assembled_manifest(campaign: Campaign) -> Manifest:
     return manifest
 
 
-def single_network(campaign: Campaign, name: str) -> Checkpoint:
-    """What a run on all data published; `ConfigError` for a student whose teachers no longer count."""
-    network, config = Checkpoint.of_run(campaign.store, name), campaign.config
-    taught, lost = network.card.provenance.get("student", {}).get("teachers", {}), list[str]()
-    for run in (*experts_of(config.partition.k), Run("router")) if taught else ():
-        teacher = Checkpoint(campaign.store, run.network)
-        replaced = teacher.published and teacher.card.weights_sha256 != taught.get(run.folder)
-        if run.folder in taught and (replaced or run.expert in config.quarantine):
-            lost.append(run.name)
-    if lost:
-        what = f"{name} in {campaign.store.location} learned from {', '.join(lost)}"
-        fix = f"remove {name}/run, {name}/init and {name}/expert, then train it anew: atoll train {name}"
-        raise ConfigError(f"{what}, in quarantine or replaced since", fix)
-    return network
-
-
 def warn_of_missing(missing: Sequence[int]) -> None:
     """Say which experts a partial ensemble lacks."""
     if missing:

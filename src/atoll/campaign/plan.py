@@ -293,7 +293,7 @@ def make_plan(
     transfer = PlannedBytes(
         None if data.stored is None else sum(data.stored),
         row=row_bytes(data.shape, config.data.precompute_text),
-        weights_out=WEIGHTS * sum(each.parameters + each.frozen for each in started),
+        weights_out=WEIGHTS * sum(each.frozen or each.parameters for each in started),
         experts_in=EMA * sum(cost.footprint.parameters for cost in parts),
         all_reduce=ring * budget[Run(BASELINE)].steps,
         captions=None if captions is None else captions.bytes,

@@ -10,7 +10,6 @@ from torch import nn
 
 from atoll.base.device import own_device
 from atoll.base.processes import ProcessGroup, joined
-from atoll.campaign.assemble import single_network
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import copy_initial_weights, initial_network, initial_router, with_initial_weights
 from atoll.campaign.publication import KEY, trained_already
@@ -46,8 +45,6 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
     plan = RunPlan.read(store, "island.json")
     own = run.kind.rows == "cluster"
     dataset = DataSet.open(store, "data") if own else DataSet.open(root, f"{run.folder}/data")
-    if run.kind.task == "distill" and run.published(root):
-        single_network(campaign, role)  # refuses what learned from experts that were replaced
     if not trained_already(campaign, run):
         check_trackers(config.tracking)
         if key := os.environ.get(KEY):
