@@ -365,8 +365,8 @@ def lines(status: CampaignStatus) -> list[str]:
     idle = [run for run in runs if run.state in ("left", "waiting")]
     if not status.partitioned:
         here = [run for run in runs if run.steps is not None]
-        names, open_ones = ", ".join(run.name for run in here), any(run.state != "published" for run in here)
-        copied = f"A copy of {names} alone: {'train it here, and ' * open_ones}copy it back to the campaign."
+        names, unfinished = ", ".join(run.name for run in here), any(run.state != "published" for run in here)
+        copied = f"A copy of {names} alone: {'train it here, and ' * unfinished}copy it back to the campaign."
         text.append(copied if here else f"Not partitioned yet. Start: {launch}")
     elif any(run.state in ("stale", "failed") for run in status.bad):
         text.append(f"Go on from what is saved: {launch}")
