@@ -195,8 +195,8 @@ def test_a_slurm_that_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_a_job_asks_of_skypilot() -> None:
-    where = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll", "disk": 500}
-    asked = SkyConfig(accelerators="H100:8", workdir=".", secrets=("KEY",), **where)  # type: ignore[arg-type]
+    where: dict[str, Any] = {"cloud": "aws", "region": "us-east-1", "image": "docker:me/atoll", "disk": 500}
+    asked = SkyConfig(accelerators="H100:8", workdir=".", secrets=("KEY",), **where)
     place = Placement(memory_gb=100, sky=asked)
     job = Job("expert 0", train(URL), cpus=64, gpus=8, processes=8, memory=10**11, place=place)
     made: dict[str, Any] = yaml.safe_load(sky.files([job], URL)["expert-0.yaml"])

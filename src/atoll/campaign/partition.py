@@ -140,7 +140,7 @@ def _write_runs(
 
         # The weights are drawn here too: their hash tells an island whether its machine draws the same.
         settings = config.denoiser(*run)[0]
-        start, routes = run.start(config), role.task == "route"
+        start, routes = run.init(config), role.task == "route"
         initial = initial_router(campaign, shape) if routes else initial_network(settings, shape, config.seed)
         if start == "checkpoint":
             weights = checkpoints.publish(run, initial, partition.hash, shape)

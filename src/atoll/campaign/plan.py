@@ -140,7 +140,7 @@ class PlannedBytes:
 
     data_out: int | None  # data sets sent to the islands
     row: int  # of one row, at most
-    weights_out: int  # initial weights sent to the islands, to each the whole network
+    weights_out: int  # initial weights sent to the islands; of a low-rank change the network that it changes
     experts_in: int  # networks that come back
     all_reduce: int  # that a data-parallel monolith on as many nodes sends meanwhile, all nodes together
     captions: int | None  # of the data set
@@ -287,7 +287,7 @@ def make_plan(
             start = max((ends.get(role, 0.0) for role in run.kind.needs(config)), default=0.0)
             ends[run.role] = max(ends.get(run.role, 0.0), start + cost.seconds)
 
-    started = [cost.footprint for cost in experts if cost.run.start(config) != "scratch"]
+    started = [cost.footprint for cost in experts if cost.run.init(config) != "scratch"]
     # All-reduce in a ring: each of K nodes sends 2 (K - 1) / K of the float32 gradients at every step.
     ring = 2 * (len(experts) - 1) * GRADIENTS * costs[Run(BASELINE)].footprint.parameters
     transfer = PlannedBytes(

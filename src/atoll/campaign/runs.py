@@ -57,7 +57,7 @@ class Run(NamedTuple):
         """Folder of what it publishes."""
         return f"{self.folder}/expert"
 
-    def start(self, config: CampaignConfig) -> Init:
+    def init(self, config: CampaignConfig) -> Init:
         """Where its weights start."""
         drawn = not self.kind.wanted(config) if config.origin else config.denoiser(*self)[0].init == "scratch"
         return self.kind.init(config) or ("scratch" if drawn else "checkpoint")
