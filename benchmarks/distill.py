@@ -32,8 +32,8 @@ def main() -> None:
     if options.third and len(options.third) != len(options.campaigns):
         options.error("give as many campaigns with --third as without")
     with tempfile.TemporaryDirectory() as scratch:
-        own = "student={step_share: 1.0}"
-        folders = options.campaigns or [tiny(Path(scratch), seed, own) for seed in (0, 1)]
+        own = ("student={step_share: 1.0}", "compare.strategies=[top-1]")
+        folders = options.campaigns or [tiny(Path(scratch), seed, *own) for seed in (0, 1)]
         found, thirds = ([comparison_of(folder) for folder in some] for some in (folders, options.third))
         for folder, other in zip((*folders, *options.third), (*found, *thirds), strict=True):
             if differs := unlike(found[0], other):

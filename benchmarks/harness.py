@@ -72,10 +72,10 @@ def parser(doc: str | None, quick: str, only: str = "") -> argparse.ArgumentPars
 
 
 def case(
-    cases: Any, run: Callable[..., None], quick: str, only: str = "", name: str = ""
+    cases: Any, run: Callable[..., None], quick: str, only: str = "", name: str = "", does: str = ""
 ) -> argparse.ArgumentParser:
     """One of several cases of a program, from `add_subparsers`: `options.run` is what it does."""
-    help = (run.__doc__ or "").splitlines()[0]
+    help = does or (run.__doc__ or "").splitlines()[0]
     added = options_of(cases.add_parser(name or run.__name__, help=help, description=help), quick, only)
     added.set_defaults(run=run)
     return added

@@ -28,6 +28,7 @@ STAGES = ("ingest", "dedupe", "embed", "encode", "partition")
 SHARED = ("ingest", "embed", "encode")
 """Stages that several processes may share."""
 SETTINGS = ("data.ingest.id=id", "data.ingest.licence_column=licence", "data.dedupe={}", "student=null")
+FASTER = ("train.parallel.compile=true", "train.validations=2", "train.previews=0")
 ALONE = ("budget.pretrain=0", "sampling.routing=once")
 TRAINING = (*ALONE, "train.batch=8", "train.lr=0.002", "budget.expert_batch=8")
 BY_SET, BY_FACE = ("partition.method=column", "partition.column=source"), ("partition.method=label",)
@@ -35,7 +36,8 @@ TINY = (
     "data.source=glyphs",
     "data.ingest={size: 16, mode: rgb, glyphs: {limit: 400}}",
     "data.dedupe={}",
-    "partition={k: 2, fine: 8}",
+    "partition.k=2",
+    "partition.fine=8",
     "network.depth=1",
     "student=null",
     "compare.samples=64",
@@ -50,6 +52,7 @@ def main() -> None:
     words.add_argument("--sets", nargs="+", metavar="NAME", help="only these of the folder's files")
     words.add_argument("--workers", type=int, default=1, help="processes of the data set's stages")
     words.add_argument("--train", type=int, metavar="N", help="training images of a single network")
+    words.add_argument("--by-features", action="store_true", help="no islands by owner")
     options = parsed(words)
     if not options.quick and not (options.source and options.to):
         options.error("give --source FOLDER --to FOLDER, or --quick")
@@ -62,10 +65,11 @@ def main() -> None:
             names = options.sets or sorted(path.stem for path in options.source.glob("*.parquet"))
             files = {name: str((options.source / f"{name}.parquet").resolve()) for name in names}
             sources = {name.replace("-", "_"): {"source": file} for name, file in files.items()}
-            settings = (f"data.source={json.dumps(sources)}", *SETTINGS)
+            settings = (f"data.source={json.dumps(sources)}", *SETTINGS, *FASTER)
             campaigns = Campaigns(options.to, settings, BY_SET)
         rows = campaigns.stages(options.workers)
-        finish("icons", rows + (campaigns.trained(options.train) if options.train else []), options)
+        rows += campaigns.trained(options.train, options.by_features) if options.train else []
+        finish("icons", rows, options)
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,10 @@ class Campaigns:
         counts = {**found.splits, "in all": len(found.dataset), "captions that differ": found.distinct}
         return rows + [row("rows", name, count) for name, count in counts.items()]
 
-    def trained(self, images: int) -> list[Row]:
-        """Distances of the models of both campaigns, and ratios to the single network's."""
+    def trained(self, images: int, by_features: bool) -> list[Row]:
+        """Distances of the models of these campaigns, and ratios to the single network's."""
         distances = dict[tuple[str, str], float]()
-        for name in ("features", "owners"):
+        for name in ("features",) if by_features else ("features", "owners"):
             data = [f"data.path={(self.to / 'features/data').resolve()}", f"budget.samples={images}"]
             data += ["monolith=false", *self.by_owner] if name == "owners" else []
             made = self.new(f"{name}-{images}", *TRAINING, *data)

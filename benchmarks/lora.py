@@ -51,9 +51,7 @@ def main() -> None:
     """Train the variants side by side, measure each, and then time them."""
     words = words_of(__doc__, "drawn images, two ranks, a few steps", "variants")
     words.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64])
-    words.add_argument(
-        "--rates", type=float, nargs="+", default=[1.0, 4.0], help="over the whole experts' rate"
-    )
+    words.add_argument("--rates", type=float, nargs="+", default=[1.0, 4.0], help="over whole experts' rate")
     words.add_argument("--device", help="cpu or cuda, for the times; by default the GPU, if there is one")
     words.add_argument("--to", type=Path, metavar="FOLDER", help="keeps campaigns, to go on")
     options = options_of(words, work)

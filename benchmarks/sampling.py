@@ -361,9 +361,8 @@ def warm_up(setting: Setting) -> None:
     """What the libraries take once and for all: everything at the smallest size."""
     small = replace(setting, depth=1, batch=2, steps=1, k=2, router_depth=1)
     with tempfile.TemporaryDirectory() as scratch:
-        single = ResidentExperts(
-            stored(small, Path(scratch)), Residency(experts=1), small.device, small.dtype
-        )
+        kept = stored(small, Path(scratch))
+        single = ResidentExperts(kept, Residency(experts=1), small.device, small.dtype)
         one_batch(Bank(single, Opinions(small)), small, "top-1")()
         single.close()
 

@@ -81,9 +81,8 @@ def measured(folder: Path, options: Any) -> tuple[list[Row], str]:
         calls: list[dict[str, Any]] = [{"folder": str(base), "at": counts}]
         for steps in options.steps:
             few = {**many, "steps": steps, "network": {"init": init}}
-            calls.append(
-                {"folder": str(folder / f"few {steps}"), "base": str(base), "student": few, "at": [steps]}
-            )
+            to = str(folder / f"few {steps}")
+            calls.append({"folder": to, "base": str(base), "student": few, "at": [steps]})
         ensemble, *students = each(calls)
     lines, best = list[Row](), ensemble[str(MANY)]["distance"]
     sides = {"ensemble": ensemble, f"student of {MANY}": first}

@@ -85,8 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
 
-    for name in ("train", "measure", "floor"):
-        one = case(cases, headline, "two tiny entries, trained and measured", "entries", name)
+    what = {
+        "train": "Train what is missing of islands and single networks, a campaign for each seed.",
+        "measure": "Choose each model's guidance on held-out pictures, and measure it on test pictures.",
+        "floor": "The distance of real training pictures to the test pictures.",
+    }
+    for name, does in what.items():
+        one = case(cases, headline, "two tiny entries, trained and measured", "entries", name, does)
         one.add_argument("--to", type=Path, help="folder of the campaigns")
         one.add_argument("--source", type=Path, help="folder of parquet files")
         one.add_argument("--seeds", type=int, nargs="+", help="of these seeds only")
