@@ -259,9 +259,7 @@ def data_path(path: str) -> Forge:
 
 for place in ("data", "{inside}/fresh/data", "./data/deeper", "{inside}/fresh/data/deeper"):
     row(f"a data set at {place}, behind a link", data_path(place), INGEST, "runs through a link")
-row(
-    "a terminal's codes as a column's name", nothing, f"{SET} data.source={{source}}/\x1b[2Jx\u202e", "source"
-)
+row("terminal codes as a column's name", nothing, f"{SET} data.source={{source}}/\x1b[2Jx\u202e", "source")
 for where, key, value in (
     ("itself", "_attn_implementation", "evil/kernels"),
     ("within", "attn_implementation", {"": "flash_attention_2"}),

@@ -221,9 +221,7 @@ def test_two_nodes_meet_are_warned_together_and_come_back(
     slurm.submit([job], Site(str(tmp_path), tmp_path / "launch", tmp_path))
     number = submitted(capsys.readouterr().out)["expert 0"]
     output = tmp_path / "launch" / "expert-0.out"
-    until(
-        lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "the ranks do not meet"
-    )
+    until(lambda: output.exists() and output.read_text().count("of 2, restart 0") == 2, "no ranks meet")
     call("scancel", "--batch", "--signal=USR1", number)
     at_once(number, tmp_path)
     until(lambda: not state(number), "the job stays", log=output)

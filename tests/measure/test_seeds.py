@@ -41,9 +41,7 @@ def test_ratios_are_taken_within_a_campaign() -> None:
     ratio, apart = lines["once", "distance / monolith"], lines["once", "distance - monolith"]
     assert (ratio["median"], ratio["least"], ratio["most"], ratio["campaigns"]) == (0.95, 0.8, 1.0, 3)
     half = 4.302653 / 3**0.5  # Student's t of two degrees of freedom; the differences' deviation is 1
-    assert (apart["low"], apart["mean"], apart["high"]) == pytest.approx(
-        (-1 - half, -1.0, -1 + half), abs=1e-5
-    )
+    assert (apart["low"], apart["mean"], apart["high"]) == pytest.approx((-1 - half, -1, -1 + half), abs=1e-5)
     assert lines["once", "precision"]["median"] == 0.2
     assert ("monolith", "distance / monolith") not in lines
 

@@ -111,9 +111,7 @@ def adopt(
     log = Log(store.sub("run"), new_holder())
     if not acquire(log, LeaseConfig()):
         raise PartitionError(f"expert {island} was published meanwhile", "finish that: atoll train expert")
-    publish_network(
-        log.store, log, 0, lambda run, prefix: Checkpoint(run, prefix).write(network, weights, card)
-    )
+    publish_network(log.store, log, 0, lambda run, part: Checkpoint(run, part).write(network, weights, card))
     promote(store, log)
 
     size = f"{card.family} of {card.parameters / 1e6:.1f} M parameters"

@@ -7,7 +7,7 @@ import click
 
 from atoll.base.errors import AtollError
 from atoll.base.part import Part
-from atoll.cli.common import LOCAL, ON, PART, WORKERS, open_campaign, work_is_left
+from atoll.cli.common import LOCAL, ON, PART, WORKERS, Finite, open_campaign, work_is_left
 
 DEVICE = click.option("--device", default="cpu", help="Where the backbone runs.")
 RANGE = click.option(
@@ -33,7 +33,7 @@ def aesthetics() -> None:
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="By default 60, 1 for image-text models.")
 @click.option("--batch", type=click.IntRange(min=1), help="By default 64, 16 for image-text models.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="By default 1e-3, or 1e-4.")
+@click.option("--rate", type=Finite(min=0, min_open=True), help="By default 1e-3, or 1e-4.")
 @click.option("--seed", type=int, default=0, help="Of all random numbers.")
 @RANGE
 @ROWS

@@ -1,6 +1,7 @@
 """What commands of several groups share: the named campaign, `--set`, and paths of this machine."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -16,13 +17,20 @@ from atoll.base.part import Part
 if TYPE_CHECKING:  # they take a second to import
     from atoll.campaign.folder import Campaign
 
+
+class Finite(click.FloatRange):
+    """A number within bounds; NaN, which is below and above none, is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail("give a finite number", param, ctx)
+
+
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting; may be repeated."
 )
-GUIDANCE = click.option(
-    "--guidance", type=click.FloatRange(min=0), help="Guidance scale; by default sampling.guidance."
-)
+GUIDANCE = click.option("--guidance", type=Finite(0), help="Guidance scale; by default sampling.guidance.")
 STEPS = click.option("--steps", type=click.IntRange(min=1), help="Euler steps; by default sampling.steps.")
 WORKERS = click.option(
     "--workers", type=click.IntRange(1, 1024), default=1, help="Processes or jobs that share the work."

@@ -6,7 +6,7 @@ import click
 
 from atoll.base.part import Part
 from atoll.campaign.roles import BASELINE
-from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, STEPS, open_campaign, sharded
+from atoll.cli.common import CAMPAIGN, GUIDANCE, LOCAL, STEPS, Finite, open_campaign, sharded
 
 
 @click.group()
@@ -46,9 +46,7 @@ def tag(campaign: str, tagger: str, part: Part | None) -> None:
 
 @concepts.command("audit")
 @CAMPAIGN
-@click.option(
-    "--threshold", type=click.FloatRange(0, 1), default=0.7, help="Probability from which a tag counts."
-)
+@click.option("--threshold", type=Finite(0, 1), default=0.7, help="Probability from which a tag counts.")
 def audit(campaign: str, threshold: float) -> None:
     """Count concepts in the training rows of every expert: tail, evenness, captions that miss the picture."""
     from atoll.curate.audit import audit_stage
@@ -82,12 +80,12 @@ def fit(count_column: str | None, result_column: str | None, **tables: Any) -> N
 
 @concepts.command("rebalance")
 @CAMPAIGN
-@click.option("--t", type=click.FloatRange(min=1), help="Rows from which on a concept counts as frequent.")
+@click.option("--t", type=Finite(min=1), help="Rows from which on a concept counts as frequent.")
 @click.option(
     "--target-size", "target", type=click.IntRange(min=1), help="Rows of an epoch, in place of --t."
 )
 @click.option("--per-expert", is_flag=True, help="Count within each cluster of the campaign's partition.")
-@click.option("--other", type=click.FloatRange(0, 1), default=1, help="Weight of rows without a concept.")
+@click.option("--other", type=Finite(0, 1), default=1, help="Weight of rows without a concept.")
 @click.option("--dry-run", is_flag=True, help="Say what an epoch would have, and write nothing.")
 def rebalance(campaign: str, t: float | None, target: int | None, **how: Any) -> None:
     """Weights by which frequent concepts are drawn less often: a column that data.weighted=true uses."""

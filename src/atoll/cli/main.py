@@ -192,7 +192,7 @@ def launch(campaign: str, address: str | None, sets: tuple[str, ...], **how: Any
 @atoll.command()
 @CAMPAIGN
 @click.option("--watch", is_flag=True, help="Look again and again, until all runs are published or Ctrl-C.")
-@click.option("--every", type=click.FloatRange(min=1), default=10, help="Seconds between looks.")
+@click.option("--every", type=click.IntRange(min=1), default=10, help="Seconds between looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds; one line for each look.")
 def status(campaign: str, watch: bool, every: float, as_json: bool) -> None:
     """How every run stands, from anywhere; ends with 1 if one has failed or fallen silent."""

@@ -36,9 +36,7 @@ class Conditions:
             raise ConfigError(f"{null.rows} negative prompts for {count} prompts", fix)
         if null.rows > 1:
             null = null.map(lambda part: part.repeat_interleave(each, dim=0))
-        return cls(
-            lambda numbers: cond.select([n // each for n in numbers]), null, count * each, tuple(texts)
-        )
+        return cls(lambda rows: cond.select([n // each for n in rows]), null, count * each, tuple(texts))
 
     def of(self, numbers: Sequence[int], device: torch.device | str) -> tuple[Condition, Condition]:
         """Conditions and null conditions of some samples, on a device."""
