@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import atoll
+from atoll.base.errors import StoreError
 from atoll.campaign.folder import Campaign
 from atoll.train.run import train_run
 from helpers import environment, metrics, newest_checkpoint, same_bits
@@ -47,7 +48,13 @@ def test_a_run_that_is_told_to_leave_saves_its_state_and_goes_on(
     assert json.loads((newest_checkpoint(copy / run) / "COMMIT.json").read_text())["step"] == 12
     assert not (copy / run / "expert/card.json").exists()
     path = copy / run / "run/metrics.jsonl"
-    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + path.read_bytes())
+    lines = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"metrics\.jsonl"):  # the next save would write over what it holds
+        train(copy, run)
+    path.rmdir()
+    path.write_bytes(b"\xff\xfe{\n[1]\n{}\n" + lines)
     train(copy, run)
     out = capsys.readouterr().out
     assert "resumed at step 12 of" in out

@@ -27,7 +27,7 @@ from atoll.networks.families import kept_buffers
 from atoll.networks.lora import own, trainable
 from atoll.store.lease import Heart, Heartbeat, acquire, new_holder, read_heartbeat
 from atoll.store.log import Fenced, Log
-from atoll.store.store import Store
+from atoll.store.store import Absent, Store
 from atoll.train.loggers import RunInfo, Trackers
 from atoll.train.parallel import StepSharding, whole
 from atoll.train.rows import Batch, Prefetcher
@@ -157,7 +157,7 @@ class _Run:
             # Lines of metrics.jsonl that an interrupted process wrote after its last commit are logged anew.
             try:
                 text = self.run.get("metrics.jsonl")
-            except StoreError:  # it is for people: a run does not end for it
+            except Absent:  # a run that was stopped before its first line
                 text = b""
             for line in text.decode(errors="replace").splitlines():
                 try:
