@@ -218,7 +218,6 @@ class Engine:
                     self._turn()
         except Exception as error:
             self.error, self.state = error, FAILED
-            say(f"the engine failed: {first_line(error)}")
         finally:
             jobs = {row.owner.job for sampler in self._samplers() for row in sampler.rows}
             while not self._arrivals.empty():
