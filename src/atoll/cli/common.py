@@ -22,6 +22,7 @@ class Finite(click.FloatRange):
     """A number within bounds; NaN, which is below and above none, is not."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; a usage error that names the option without one."""
         number: float = super().convert(value, param, ctx)
         return number if math.isfinite(number) else self.fail("give a finite number", param, ctx)
 

@@ -81,7 +81,7 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """Logits over experts at `x_t`, time `t` in [0, 1] (0 is data), given the condition."""
         tokens, rows = self.pos_embed(x_t), x_t.shape[0]
         tokens = torch.cat([self.cls_token.expand(rows, -1, -1).to(tokens.dtype), tokens], dim=1)
-        modulation, embedded = self.adaln_single(t * 1000.0, batch_size=rows, hidden_dtype=tokens.dtype)
+        adaln, embedded = self.adaln_single(t * 1000.0, batch_size=rows, hidden_dtype=tokens.dtype)
         text = mask = None
         if self.caption_projection is not None and cond.text is not None:
             text = self.caption_projection(cond.text.to(tokens.dtype))
@@ -94,9 +94,7 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
                 labels = torch.full((rows,), null, device=x_t.device, dtype=torch.long)
             tokens = tokens + embedding(labels)[:, None].to(tokens.dtype)
         for block in self.transformer_blocks:
-            tokens = block(
-                tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=modulation
-            )
+            tokens = block(tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=adaln)
         shift, scale = (self.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
         head = self.norm_out(tokens[:, :1]) * (1 + scale) + shift
         return cast(Tensor, self.proj_out(head[:, 0]).float())
