@@ -201,10 +201,8 @@ def test_the_distillation_benchmark_pairs_by_campaign(bench: Bench, tmp_path: Pa
     """Three campaigns whose levels differ far more than student and monolith do within each."""
     distill, spent = bench("distill"), {"monolith": 3.0, "student": 1.0}
     found = [
-        compared(
-            {"monolith": base, "student": base + more, "once": base - 1}, default="once", train_flops=spent
-        )
-        for base, more in [(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]
+        compared({"monolith": a, "student": a + more, "once": a - 1}, default="once", train_flops=spent)
+        for a, more in [(5.0, 0.1), (9.0, 0.2), (2.0, 0.3)]
     ]
     lines = by_name(distill.table(found, found))
     made = lines["student", "distance - monolith's"]
@@ -588,6 +586,11 @@ def test_islands_on_two_nodes_of_ray_lose_nothing_though_some_are_killed(call: C
     found = call("engines", "--islands", "4")
     assert all(line["met"] is not False for line in found.values()), found
     assert found["islands", "processes of training"]["value"] >= 6  # 4, the router, and one again
+
+
+def test_a_quick_look_at_icons_and_at_students_measures_all_of_them(call: Callable[..., Lines]) -> None:
+    assert ("cut by owners", "distance of top-1 / single") in call("icons", "--quick")
+    assert ("student", "FLOPs / monolith's") in call("distill", "--quick")
 
 
 def test_every_case_of_the_gpu_benchmark_runs_on_a_cpu(call: Callable[..., Lines]) -> None:

@@ -39,9 +39,7 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), list(itertools.product(SCHEDULES, SCHEDULES)), ids=lambda s: s.name
-)
+@pytest.mark.parametrize(("first", "second"), [*itertools.product(SCHEDULES, repeat=2)], ids=lambda s: s.name)
 def test_the_time_of_the_same_snr_on_another_schedule(first: Schedule, second: Schedule) -> None:
     t = same_snr_time(torch.linspace(0.01, 0.99, 12, dtype=torch.float64), RectifiedFlow(), first)
     tau = same_snr_time(t, first, second)
