@@ -1,7 +1,6 @@
 """What commands of several groups share: the named campaign, `--set`, and paths of this machine."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ class Finite(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number; a usage error that names the option without one."""
         number: float = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail("give a finite number", param, ctx)
+        return number if abs(number) < float("inf") else self.fail("give a finite number", param, ctx)
 
 
 CAMPAIGN = click.argument("campaign", metavar="CAMPAIGN")

@@ -408,7 +408,9 @@ def run_command(run: Callable[[], Any]) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        click.echo(printable(f"error: {' '.join(error.format_message().split())}"[:MOST]), err=True)
+        lacks = isinstance(error, click.MissingParameter) and error.ctx
+        more = f" See {lacks.command_path} -h" if lacks else ""
+        click.echo(printable(f"error: {' '.join(error.format_message().split())}{more}"[:MOST]), err=True)
         return 2
     # Packages around the core may be left out of an installation: what uses them says so in a line.
     except ModuleNotFoundError as error:
