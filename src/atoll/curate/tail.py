@@ -251,7 +251,7 @@ def evaluate_stage(
 
 
 def _mean(values: F64) -> str:
-    """A mean with the 95 % interval of a bootstrap."""
+    """A mean, of several values with the 95 % interval of a bootstrap."""
     draws = np.random.default_rng(0).choice(values, (1000, len(values))).mean(1)
     low, high = np.percentile(draws, [2.5, 97.5])
-    return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
+    return f"{values.mean():.3f}" + (f" ({low:.3f} to {high:.3f})" if len(values) > 1 else "")
