@@ -42,6 +42,7 @@ OTHERS = (
 """Of one seed: label, colour, the label's height over the point, and the entry."""
 RATIOS = (
     (0.2, "icons", "left", "icons.json", "cut by features", "distance of top-1 / single"),
+    (1.3, "icons", "left", "icons-longer.json", "cut by features", "distance of top-1 / single"),
     (
         29,
         "emoji, 3 seeds",
