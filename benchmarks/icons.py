@@ -7,8 +7,8 @@
 Every stage is a command of its own, as `examples/icons/README.md` gives them, so its start counts. Seconds
 are those of the clock and those of the processors: the second hardly depend on what else the machine does.
 `--train N` also trains islands, router and a single network of N training images, all in batches of 8, and
-other islands of the same data set that are cut by the icons' sets, as if every set's owner kept his: their
-distances to the same held-out icons. Nothing is shared by islands.
+but for `--by-features` other islands of the same data set, cut by the icons' sets, as if every set's owner
+kept his: their distances to the same held-out icons. Nothing is shared by islands.
 """
 
 import json
@@ -29,8 +29,8 @@ SHARED = ("ingest", "embed", "encode")
 """Stages that several processes may share."""
 SETTINGS = ("data.ingest.id=id", "data.ingest.licence_column=licence", "data.dedupe={}", "student=null")
 FASTER = ("train.parallel.compile=true", "train.validations=2", "train.previews=0")
-ALONE = ("budget.pretrain=0", "sampling.routing=once")
-TRAINING = (*ALONE, "train.batch=8", "train.lr=0.002", "budget.expert_batch=8")
+ROUTINGS = ("sampling.routing=once", "compare.strategies=[top-1,once,once null sample-1,top-1 null sample-1]")
+TRAINING = (*ROUTINGS, "budget.pretrain=0", "train.batch=8", "train.lr=0.002", "budget.expert_batch=8")
 BY_SET, BY_FACE = ("partition.method=column", "partition.column=source"), ("partition.method=label",)
 TINY = (
     "data.source=glyphs",

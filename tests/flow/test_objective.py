@@ -37,7 +37,7 @@ def test_loss_is_per_sample_and_at_least_float32() -> None:
 
 
 def test_dropped_conditions_are_the_null_one() -> None:
-    cond = Condition(labels=torch.arange(4), text=torch.ones(4, 3, 2), mask=torch.ones(4, 3, dtype=bool))
+    cond = Condition(labels=torch.arange(4), text=torch.ones(4, 3, 2), mask=torch.ones(4, 3).bool())
     null = Condition(
         labels=torch.tensor([9]), text=torch.zeros(1, 1, 2), mask=torch.ones(1, 1, dtype=torch.bool)
     )

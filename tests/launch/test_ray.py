@@ -101,7 +101,8 @@ def test_without_a_cluster_the_line_comes_soon(tmp_path: Path, run: Run) -> None
     partitioned(folder, CHANGES)
     refused(run("launch", folder, "--address", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1", "ray start")
     two = ("--set", "launch.router.ray.address=10.0.0.1:6379")
-    refused(run("launch", folder, *two), "launch.ray.address is 10.0.0.1:6379 and 127.0.0.1", "name one")
+    both = "launch.ray.address is 10.0.0.1:6379 and 127.0.0.1"
+    refused(run("launch", folder, *two), both, "name one cluster")
 
 
 @with_a_cluster

@@ -104,7 +104,7 @@ def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Mod
     drawn = [one(prompts, 1 if prompts else len(PROMPTS), how) for one in (plain, model)]
     distances = [dissimilarity(*pair) for pair in zip(*drawn, strict=True)]
     distance, experts = sum(distances) / len(distances), plain.bank.experts  # one network is a plain list
-    say(f"{residency.dtype}: pictures at distance {distance:.4f} from those of whole weights, of equal noise")
+    say(f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights, same noise")
     if distance > residency.bound:
         number = next(n for n in range(len(experts)) if n not in plain.bank.missing)
         expert: Any = experts[number]

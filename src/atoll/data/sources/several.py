@@ -22,7 +22,7 @@ from atoll.data.sources.record import Record, Source, spans
 from atoll.data.sources.tar import TarSource
 from atoll.store.location import is_url, without_secrets
 
-KINDS = "a folder of captioned images, parquet or tar files, their folder or pattern, or hf://datasets/..."
+KINDS = "a folder of captioned images, parquet or tar files, a folder or glob of them, or hf://datasets/..."
 FIRST = 16
 """Rows of a source that are looked at before work begins."""
 
