@@ -135,7 +135,7 @@ def test_models_that_are_not_there(made: Path, net: Path, run: Run) -> None:
         (["--model", "monolit"], "did you mean 'monolith'?"),
         (["--model", "student"], "has no student yet"),
         (["--routing", "top1"], "top1"),
-        (["--guidance", "nan"], "'guidance' in the generation"),
+        (["--guidance", "nan"], "'--guidance': give a finite number"),
         (["--list"], "has no results"),
     ):
         refused(run(*of_model(made, net, *more)), word)
