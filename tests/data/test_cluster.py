@@ -59,7 +59,7 @@ def test_assignment_is_to_the_nearest() -> None:
 
 
 def test_more_clusters_than_different_rows() -> None:
-    with pytest.raises(PartitionError, match="1 different feature vectors cannot make 2 clusters"):
+    with pytest.raises(PartitionError, match="1 different feature vectors cannot make 2 clusters: raise"):
         fit(np.eye(4, dtype="f4")[:1], 2, 8, 0)
     features = np.repeat(np.eye(16, dtype="f4"), 50, axis=0)
     with pytest.raises(PartitionError, match="16 different feature vectors cannot make 17 clusters: lower"):

@@ -108,8 +108,8 @@ def test_what_is_no_change_is_refused(tmp_path: Path, run: Run) -> None:
     published(tmp_path / "c", "dit", None)
     words = ("export", tmp_path / "c", "--to", tmp_path / "out", "--lora")
     refused(run(*words, "17"), "--lora 17", "width, 16")
-    refused(run(*words, "0"), "--lora")
-    refused(run(*words, "2", "--model", "monolith"), "--model")
+    for more in ("0", "2 --model monolith", "2 --encoders copy"):
+        refused(run(*words, *more.split()), "--lora", *more.split()[1:2])
     refused(run(*words, "2", "--experts", "1"), "experts 1 are not there")
     settings = tmp_path / "c/campaign.yaml"
     written = settings.read_text()

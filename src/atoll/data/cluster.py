@@ -31,7 +31,7 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
         distinct = len(np.unique(features, axis=0))
     if distinct < k:
         what = f"{distinct} different feature vectors cannot make {k} clusters"
-        raise PartitionError(what, "lower partition.k")
+        raise PartitionError(what, "raise partition.fit_rows" if len(features) < k else "lower partition.k")
     # MoDE's two levels: many small cells first, so that the coarse clusters follow the density's shape and a
     # dense region does not take all the coarse centroids.
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))

@@ -85,8 +85,8 @@ def export_lora(campaign: Campaign, request: ExportRequest, rank: int) -> Path:
     """Write a folder for each expert: as diffusers reads it, or peft where a class has no loader."""
     earlier = (README, NATIVE, PEFT, PEFT_CONFIG) if any(request.to.glob("expert-*")) else ()
     store, root = campaign.store, output_folder(request.to, "LoRA", earlier)
-    if request.model != "ensemble" or request.key is not None:
-        raise ConfigError("--lora goes without --model and --sign", "leave them out")
+    if request.model != "ensemble" or request.key is not None or request.encoders != "auto":
+        raise ConfigError("--lora goes without --model, --sign and --encoders", "leave them out")
     parts = [Checkpoint(store, run.network) for run in experts_of(campaign.config.partition.k)]
     if not (there := [number for number, part in enumerate(parts) if part.published]):
         raise PartitionError(f"{store.location} has no expert yet", "train first: atoll launch")
