@@ -11,6 +11,7 @@ let models = {}; // by name, as /v1/models tells
 let columns = []; // names of models and strategies that draw side by side
 let drawing = null; // what stops the drawing under way
 let adding = null; // a column that the server is asked about
+let known = null; // the question for the models: until its answer a link's "monolith" may be a model or a strategy
 
 const say = (text) => (told.textContent = text);
 
@@ -100,8 +101,9 @@ function again() {
 // Drawing.
 
 async function draw() {
+  await known;
   await adding;
-  if (!columns.length) return; // nothing is known of the models yet, and the page says why
+  if (!columns.length || !Object.keys(models).length) return; // nothing is known of the models yet, and the page says why
   drawing?.abort();
   const chosen = settings();
   history.replaceState(null, "", link(chosen));
@@ -295,6 +297,6 @@ document.querySelector("#link").addEventListener("click", async () => {
   await navigator.clipboard?.writeText(place).then(() => say("Copied."), () => say("Copy the link from the address bar."));
 });
 addEventListener("hashchange", again);
-onKey(begin);
+onKey(() => (known = begin()));
 if (location.hash.length > 1) restore();
-begin();
+known = begin();
