@@ -43,10 +43,10 @@ from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
+from atoll.measure import pictures
 from atoll.measure.metrics.frechet import frechet_distance
 from atoll.measure.metrics.mmd import kid
 from atoll.measure.metrics.precision_recall import neighbourhoods
-from atoll.measure.pictures import F32
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Given(nn.Module):
         return x
 
 
-def rows(features: Features, reference: bool) -> F32:
+def rows(features: Features, reference: bool) -> pictures.F32:
     size = features.setting.batch
     made = np.empty((features.setting.count // size * size, features.setting.width), np.float32)
     for number, batch in enumerate(features.batches(reference)):
@@ -157,7 +157,7 @@ def their_kid(features: Features, dtype: torch.dtype = torch.float64) -> float:
 
 
 def our_neighbours(features: Features) -> float:
-    return neighbourhoods(rows(features, False), rows(features, True))["density"]
+    return neighbourhoods(rows(features, False), pictures.Features(rows(features, True)))["density"]
 
 
 TURNS: dict[str, Callable[[Features], float]] = {

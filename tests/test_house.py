@@ -45,10 +45,10 @@ CEILINGS: dict[str, float] = {
     "core": 25_042,
     "measure": 4_055,
     "report": 1_689,
-    "export": 1_746,
+    "export": 1_745,
     "serve": 1_504,
     "curate": 2_683,
-    "tests": 34_087,
+    "tests": 34_086,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,

@@ -90,11 +90,8 @@ def test_what_the_recipe_does_not_say_is_as_there(base: Path, further: Path) -> 
     before, after = Campaign.open(base).config, Campaign.open(further).config
     assert after.network == before.network.model_copy(update={"interpolation_scale": 2.0})
     assert after.objective.time.shift == after.router.time.shift == after.sampling.shift == 2
-    assert (after.islands, after.partition, after.data.text_encoder) == (
-        before.islands,
-        before.partition,
-        before.data.text_encoder,
-    )
+    own, first = ((each.islands, each.partition, each.data.text_encoder) for each in (after, before))
+    assert own == first
     assert after.student is not None and after.student.start == "scratch" and after.train.lr == 5e-5
     text = (further / "campaign.yaml").read_text()
     assert f"origin: {base}" in text and "interpolation_scale: 2.0" in text
@@ -179,14 +176,16 @@ def test_rows_on_no_island_are_left_out(
         ({}, ["data.source=glyphs"], ("data.source is 'glyphs', but", "has '")),
         ({"router/expert/card.json": None}, [], ("has not finished router", "atoll launch")),
         ({"student/expert/card.json": None}, [], ("has not finished student", "student=null")),
+        ({"campaign.yaml": "quarantine: [1]"}, [], ("student in", "learned from expert 1, in quarantine")),
     ],
 )
 def test_a_campaign_that_cannot_be_gone_on_from_is_refused_in_a_line(
-    changes: dict[str, None], sets: list[str], words: tuple[str, ...], base: Path, tmp_path: Path, run: Run
+    changes: dict[str, Any], sets: list[str], words: tuple[str, ...], base: Path, tmp_path: Path, run: Run
 ) -> None:
     shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("data", "checkpoints"))
-    for name in changes:
-        (tmp_path / "base" / name).unlink()
+    for name, line in changes.items():
+        path = tmp_path / "base" / name
+        path.write_text(f"{path.read_text()}\n{line}\n") if line else path.unlink()
     flags = [*FLAGS, *(word for each in sets for word in ("--set", each))]
     argv = ["new", tmp_path / "c", "--recipe", "high-resolution", "--from", tmp_path / "base", *flags]
     refused(run(*argv), *words)

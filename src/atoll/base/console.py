@@ -59,8 +59,7 @@ class Progress:
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         """Report that `done` units are finished."""
         self.total = total or self.total
-        now = time.monotonic()
-        finished = done >= self.total
+        now, finished = time.monotonic(), done >= self.total
         if self._bar is None and not finished and not _printed() and "ipykernel" in sys.modules:
             with suppress(ImportError):
                 from tqdm.auto import tqdm

@@ -31,8 +31,7 @@ def model_card_facts(campaign: Campaign, parts: dict[str, str]) -> dict[str, Any
     """
     from atoll.data.dataset import WEIGHTS, DataSet
 
-    store = campaign.store
-    partition = read_partition(store)
+    store, partition = campaign.store, read_partition(campaign.store)
     facts: dict[str, Any] = {"name": store.location.rstrip("/").rsplit("/", 1)[-1]}
     facts["partition"] = {key: getattr(partition, key) for key in ("method", "encoder", "sizes")}
     facts |= {"data": {}, "origin": bool(campaign.config.origin)}

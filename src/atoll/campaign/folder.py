@@ -17,11 +17,12 @@ from atoll.base.console import say
 from atoll.base.errors import AtollError, ConfigError, DataError, PartitionError, StoreError
 from atoll.base.format import File, code_version
 from atoll.base.safe_parse import expanded, read_yaml
-from atoll.campaign.runs import Run, RunPlan, runs_of
+from atoll.campaign.runs import Run, RunPlan, experts_of, runs_of
 from atoll.campaign.settings.campaign import CampaignConfig
 from atoll.campaign.settings.launch import merged
 from atoll.data.formats import PartitionFile
 from atoll.encoders.registry import EXTRACTORS, JOIN
+from atoll.model.checkpoint import Checkpoint
 from atoll.store.location import is_url, local_path, resolve
 from atoll.store.store import Absent, Conflict, Store
 
@@ -293,7 +294,25 @@ def finished_origin(config: CampaignConfig, here: str) -> Campaign:
     if missing := [run.name for run in runs if not run.published(origin.store)]:
         fix = "finish it: atoll launch; or ask for no such run, as by monolith=false, student=null"
         raise ConfigError(f"origin: {location} has not finished {', '.join(missing)}", fix)
+    if Run("student") in runs:
+        single_network(origin, "student")
     return origin
+
+
+def single_network(campaign: Campaign, name: str) -> Checkpoint:
+    """What a run on all data published; `ConfigError` for a student whose teachers no longer count."""
+    network, config = Checkpoint.of_run(campaign.store, name), campaign.config
+    taught, lost = network.card.provenance.get("student", {}).get("teachers", {}), list[str]()
+    for run in (*experts_of(config.partition.k), Run("router")) if taught else ():
+        teacher = Checkpoint(campaign.store, run.network)
+        replaced = teacher.published and teacher.card.weights_sha256 != taught.get(run.folder)
+        if run.folder in taught and (replaced or run.expert in config.quarantine):
+            lost.append(run.name)
+    if lost:
+        what = f"{name} in {campaign.store.location} learned from {', '.join(lost)}"
+        fix = f"remove {name}/run, {name}/init and {name}/expert, then train it anew: atoll train {name}"
+        raise ConfigError(f"{what}, in quarantine or replaced since", fix)
+    return network
 
 
 def interpolation(origin: Campaign, size: int) -> float | None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atoll.base.console import say
-from atoll.base.errors import ConfigError, StoreError
+from atoll.base.errors import StoreError
 from atoll.base.hashing import sha256
-from atoll.campaign.folder import Campaign
-from atoll.campaign.runs import Run, experts_of
-from atoll.model.checkpoint import CARD, Checkpoint
+from atoll.campaign.folder import Campaign, single_network
+from atoll.campaign.runs import Run
+from atoll.model.checkpoint import CARD
 from atoll.store.log import Fenced, Log
 from atoll.store.manifest import entry_of, read_file
 from atoll.store.signatures import sign
@@ -45,22 +45,6 @@ def trained_already(campaign: Campaign, run: Run) -> bool:
             single_network(campaign, run.role)
         say(f"{run.name}: finished already")  # the weights that it started from may be gone by now
     return published
-
-
-def single_network(campaign: Campaign, name: str) -> Checkpoint:
-    """What a run on all data published; `ConfigError` for a student whose teachers no longer count."""
-    network, config = Checkpoint.of_run(campaign.store, name), campaign.config
-    taught, lost = network.card.provenance.get("student", {}).get("teachers", {}), list[str]()
-    for run in (*experts_of(config.partition.k), Run("router")) if taught else ():
-        teacher = Checkpoint(campaign.store, run.network)
-        replaced = teacher.published and teacher.card.weights_sha256 != taught.get(run.folder)
-        if run.folder in taught and (replaced or run.expert in config.quarantine):
-            lost.append(run.name)
-    if lost:
-        what = f"{name} in {campaign.store.location} learned from {', '.join(lost)}"
-        fix = f"remove {name}/run, {name}/init and {name}/expert, then train it anew: atoll train {name}"
-        raise ConfigError(f"{what}, in quarantine or replaced since", fix)
-    return network
 
 
 def promote(store: Store, log: Log) -> None:

@@ -11,8 +11,7 @@ from atoll.base.device import named_device, using_threads
 from atoll.base.errors import ConfigError, nearest
 from atoll.base.pictures import picture_place
 from atoll.campaign.assemble import assembled_manifest
-from atoll.campaign.folder import FROZEN, Campaign
-from atoll.campaign.publication import single_network
+from atoll.campaign.folder import FROZEN, Campaign, single_network
 from atoll.campaign.roles import SINGLE
 from atoll.model.model import ENSEMBLE, Model
 from atoll.model.opened import is_hub_name

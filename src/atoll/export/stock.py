@@ -23,8 +23,7 @@ from atoll.base.markdown import render
 from atoll.base.pictures import grid, png, to_images
 from atoll.base.text import count
 from atoll.campaign.card_facts import model_card_facts, prompts
-from atoll.campaign.folder import Campaign
-from atoll.campaign.publication import single_network
+from atoll.campaign.folder import Campaign, single_network
 from atoll.encoders.registry import text_parts, with_tokenizers
 from atoll.encoders.text import prompt_length
 from atoll.export.call import quiet_loading

@@ -402,15 +402,13 @@ def _shown(setup: CommonSetup) -> RowConditions:
     """Rows whose captions are shown: those asked for, then training rows spread over the clusters."""
     train, count = setup.train, max(setup.config.shown, len(setup.config.prompts))
     captions = [str(c) for c in train.dataset.take(train.rows).column("caption").to_pylist()]
-    first = {caption: number for number, caption in reversed(list(enumerate(captions)))}
-    chosen = []
+    first, chosen = {caption: n for n, caption in reversed(list(enumerate(captions)))}, list[int]()
     for prompt in setup.config.prompts:
         if prompt not in first:
             what = f"compare.prompts: no training row has the caption {prompt!r}"
             raise ConfigError(what, "choose one that exists")
         chosen.append(first[prompt])
-    clusters = setup.partition.clusters[train.rows]
-    k = int(setup.partition.clusters.max()) + 1
+    clusters, k = setup.partition.clusters[train.rows], int(setup.partition.clusters.max()) + 1
     # Of a fixed seed, not the campaign's: pages of several seeds show the same captions.
     order = np.random.default_rng(0).permutation(len(clusters))
     for turn in range(count - len(chosen)):

@@ -6,6 +6,7 @@ import pytest
 from atoll.base.errors import DataError
 from atoll.measure.metrics import precision_recall
 from atoll.measure.metrics.precision_recall import neighbourhoods
+from atoll.measure.pictures import Features
 
 
 def drawn(seed: int, n: int = 70, d: int = 3, shift: float = 0.0) -> np.ndarray:
@@ -33,13 +34,12 @@ def brute(x: np.ndarray, y: np.ndarray, k: int = 3, dense: int = 5) -> dict[str,
 
 @pytest.mark.parametrize("block", [None, 16])
 @pytest.mark.parametrize(("shift", "n"), [(0.7, 70), (1.5, 70), (1.0, 41)])
-def test_they_agree_with_brute_force(
-    shift: float, n: int, block: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_brute_force_agrees(shift: float, n: int, block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if block is not None:
         monkeypatch.setattr(precision_recall, "BLOCK", block)
-    x, y = drawn(0, n, shift=shift), drawn(1)
-    found, expected = neighbourhoods(x, y), brute(x, y)
+    x, y, real = drawn(0, n, shift=shift), drawn(1), Features(drawn(1))
+    assert neighbourhoods(drawn(2), real) == pytest.approx(brute(drawn(2), y), abs=1e-12)
+    found, expected = neighbourhoods(x, real), brute(x, y)  # of another model, by the balls that are known
     assert found == pytest.approx(expected, abs=1e-12)
     assert 0 < expected["precision"] < 1 and 0 < expected["coverage"] < 1
 
@@ -49,21 +49,21 @@ def test_copies_of_one_picture_are_on_the_edge(d: int) -> None:
     """A collapsed model: its pictures are one of the reference, which has copies of its own."""
     y = np.repeat(drawn(1, 12, d, shift=3.0), 5, axis=0)
     x = np.repeat(y[:1], 50, axis=0)
-    assert neighbourhoods(x, y) == brute(x, y)
+    assert neighbourhoods(x, Features(y)) == brute(x, y)
     assert brute(x, y)["precision"] == 1.0
-    assert neighbourhoods(x, x) == {**brute(x, x), "density": 0.0, "coverage": 0.0}
+    assert neighbourhoods(x, Features(x)) == {**brute(x, x), "density": 0.0, "coverage": 0.0}
 
 
 @pytest.mark.parametrize("d", [3, 640])
 def test_a_sample_that_is_a_neighbour_is_on_the_edge(d: int) -> None:
     """Every reference picture is somebody's k-th neighbour: there the ball ends, to the last digit."""
     y = drawn(1, 60, d, shift=2.0)
-    found, expected = neighbourhoods(y[:20], y), brute(y[:20], y)
+    found, expected = neighbourhoods(y[:20], Features(y)), brute(y[:20], y)
     assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_too_few_pictures_are_refused() -> None:
     with pytest.raises(DataError, match="5 pictures have no 5-th neighbour"):
-        neighbourhoods(drawn(0), drawn(1, 5))
+        neighbourhoods(drawn(0), Features(drawn(1, 5)))
     with pytest.raises(DataError, match="3 pictures have no 3-th neighbour"):
-        neighbourhoods(drawn(0, 3), drawn(1))
+        neighbourhoods(drawn(0, 3), Features(drawn(1)))

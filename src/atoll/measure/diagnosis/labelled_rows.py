@@ -186,8 +186,7 @@ class Calibration:
         entropy = -float(torch.special.xlogy(self.prior, self.prior).sum())
         tables: dict[str, list[Any]] = {"router": [], "router_clusters": [], "reliability": []}
         for number, t in enumerate(self.times):
-            count = whole.cells(number, 0)[0]
-            best = int(self._tempered[number].argmin())
+            count, best = whole.cells(number, 0)[0], int(self._tempered[number].argmin())
             _, confidence, right, variance = self._binned[:, number]
             tables["router"].append(
                 RouterRow(

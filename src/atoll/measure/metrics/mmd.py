@@ -80,8 +80,7 @@ def kid(
         raise DataError(f"subsets of {size} out of {least} pictures", f"use subsets of 2 to {least}")
     # A set of that many rows is the same in every subset: of two such sets one subset is enough, and their
     # spread would tell nothing.
-    whole = [len(rows) == size for rows in (samples, reference)]
-    values = []
+    whole, values = [len(rows) == size for rows in (samples, reference)], list[float]()
     for number in range(1 if all(whole) else subsets):
         one, other = (
             torch.randperm(len(rows), generator=generator(seed, f"kid/{which}", number))[:size].numpy()

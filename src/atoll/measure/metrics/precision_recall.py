@@ -11,6 +11,7 @@ picture, as a collapsed model makes them, lie exactly on an edge.
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Neighbours(Metric):
         return {"k": PRECISION_K if name in ("precision", "recall") else DENSITY_K}
 
     def compute(self, how: How, samples: Features, reference: Features) -> Mapping[str, Value]:
-        shares, notes = neighbourhoods(samples.rows, reference.rows, device=how.device), list[str]()
+        shares, notes = neighbourhoods(samples.rows, reference, device=how.device), list[str]()
         if (fewest := min(how.samples, how.references)) < FEW:
             notes.append(f"{fewest} pictures on a side are few: their wide neighbourhoods may hold noise")
         # Noise is all alike to an extractor: the balls of a few outliers may hold all of it.
@@ -54,6 +55,8 @@ class Neighbours(Metric):
 
 
 METRICS = (Neighbours(),)
+# Balls of a reference: the models of a comparison share it, and all pairs of 40,000 pictures take minutes.
+_BALLS: "WeakKeyDictionary[Features, Tensor]" = WeakKeyDictionary()
 
 
 def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
@@ -72,9 +75,11 @@ def radii(rows: F32, k: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.cat(all_nearest)
 
 
-def neighbourhoods(samples: F32, reference: F32, device: torch.device | str = "cpu") -> dict[str, float]:
+def neighbourhoods(samples: F32, real: Features, device: torch.device | str = "cpu") -> dict[str, float]:
     """`precision`, `recall`, `density` and `coverage` of samples against a reference."""
-    balls = radii(reference, max(PRECISION_K, DENSITY_K), device)
+    if real not in _BALLS:
+        _BALLS[real] = radii(real.rows, max(PRECISION_K, DENSITY_K), device)
+    balls, reference = _BALLS[real].to(device), real.rows
     wide, dense = balls[:, PRECISION_K - 1], balls[:, DENSITY_K - 1]
     balls_of_samples = radii(samples, PRECISION_K, device)[:, -1]
     precise, held = (torch.zeros(len(samples), dtype=torch.int64, device=device) for _ in range(2))

@@ -39,8 +39,7 @@ class Moments:
             np.subtract(values, center, out=rows[:new])
             np.multiply(shift, np.sqrt(count * new / whole), out=rows[new])
             scatter += rows.T @ rows
-            mean = mean + shift * (new / whole)
-            count = whole
+            mean, count = mean + shift * (new / whole), whole
         return cls(count, mean, scatter)
 
     @property
