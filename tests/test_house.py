@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_745,
     "serve": 1_504,
     "curate": 2_683,
-    "tests": 34_086,
+    "tests": 34_087,
     "benchmarks": 5_367,
     "longest file": 463,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,
