@@ -36,8 +36,7 @@ def chat_prompt(processor: Any, question: str) -> str:
         # BLIP and its like have no token for the image, and go on with the words they are given.
         image = getattr(processor, "image_token", None)
         return question if image is None else f"{image} {question} "
-    content = [{"type": "image"}, {"type": "text", "text": question}]
-    chat = [{"role": "user", "content": content}]
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     return str(processor.apply_chat_template(chat, add_generation_prompt=True))
 
 

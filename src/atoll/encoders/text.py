@@ -102,8 +102,7 @@ class TextEncoder:
         self, name: str, parts: Sequence[tuple[nn.Module, Any]], length: int, device: str | torch.device
     ) -> None:
         self.name, self.device, self.asked = name, torch.device(device), length
-        several = len(parts) > 1
-        self.towers = [Tower(words, net, _form(net.config, length, several)) for net, words in parts]
+        self.towers = [Tower(words, net, _form(net.config, length, len(parts) > 1)) for net, words in parts]
         form = Form.joined([tower.form for tower in self.towers])
         self.width, self.pooled = form.width, form.pooled
         for network, _ in parts:

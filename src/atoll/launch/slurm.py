@@ -36,7 +36,12 @@ done
 again=
 case "$code" in
     {left}) again=1 ;;
-    {broke}) [ "${{SLURM_RESTART_COUNT:-0}}" -ge 5 ] || again=1 ;;
+    {broke})
+        # Counted in its own log: Slurm's count has the requeues at time limits and preemptions too.
+        log=/proc/$$/fd/1 times=${{SLURM_RESTART_COUNT:-0}} note="job {me} broke with code"
+        [ ! -f $log ] || times=$(grep -ac "$note" $log)
+        [ "$times" -ge 5 ] || again=1
+        echo "$note $code" ;;
 esac
 if [ -n "$again" ] && [ -z "$ended" ]; then
     echo "queued again to go on"
@@ -65,15 +70,13 @@ def script(job: Job, site: Site) -> str:
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
     ]
-    if job.count > 1:
-        options.append(f"--array=1-{job.count}")
+    options += [f"--array=1-{job.count}"] * (job.count > 1)
     if job.gpus:
         options.append(_quoted(f"--gres=gpu:{slurm.gpu_type + ':' if slurm.gpu_type else ''}{job.gpus}"))
     if job.place.memory_gb:
         # Rounded up: Slurm's M are of 2**20 bytes, and a job over its memory is killed.
         options.append(f"--mem={-(-job.memory // 2**20)}M")
-    if minutes:
-        options.append(f"--time={minutes}")
+    options += [f"--time={minutes}"] if minutes else []
     for name in ("partition", "constraint", "account", "qos"):
         if (value := getattr(slurm, name)) is not None:
             options.append(_quoted(f"--{name}={value}"))

@@ -149,8 +149,7 @@ def _glyphs(face: str, characters: str) -> list[_Glyph]:
 
 def _is_among(character: str, characters: str) -> bool:
     if characters == "all":
-        named = unicodedata.name(character, "")
-        return bool(named) and unicodedata.category(character)[0] in "LNPS"
+        return bool(unicodedata.name(character, "")) and unicodedata.category(character)[0] in "LNPS"
     if character in "0123456789":
         return True
     if unicodedata.category(character) not in ("Lu", "Ll"):
