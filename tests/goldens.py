@@ -140,8 +140,7 @@ def training(name: str, settings: Mapping[str, Any]) -> list[list[str]]:
     commands += [["partition", "--opt-out", "{folder}/leaving"]] if name == "optout" else []
     commands += [["adopt", "{folder}/theirs", "--expert", "1"]] if name == "adopted" else []
     roles = ["pretrain"] if settings["budget"]["pretrain"] else []
-    trained = range(1 if name == "adopted" else settings["partition"]["k"])
-    roles += [f"expert --expert {k}" for k in trained]
+    roles += [f"expert --expert {k}" for k in range(1 if name == "adopted" else settings["partition"]["k"])]
     roles += ["router", "monolith", *(["student"] if settings["student"] else [])]
     return [*commands, *(["train", *role.split()] for role in roles), ["assemble"]]
 
@@ -157,8 +156,7 @@ def using(name: str, models: list[str]) -> list[list[str]]:
             out = ["--count", "2", "--out", f"{{folder}}/drawn/{case} at {guidance}.png"]
             commands.append(["sample", *PROMPTS.get(name, []), *words, "--guidance", guidance, *out])
     if name == "buckets":
-        out = ["--size", "24x12", "--out", "{folder}/drawn/wide.png"]
-        commands.append(["sample", *PROMPTS[name], *out])
+        commands.append(["sample", *PROMPTS[name], "--size", "24x12", "--out", "{folder}/drawn/wide.png"])
     commands.append(["compare"])
     if name in LESS:
         return commands

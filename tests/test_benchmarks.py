@@ -276,8 +276,7 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     here("launch", write_campaign(base, settings))
     here("compare", base)
     words = ("ablations", base, "--to", tmp_path / "to", "--strategies", "once")
-    variant = ("--variant", "three", "partition.k=3")
-    rows = call("experiment", *words, *variant)
+    rows = call("experiment", *words, "--variant", "three", "partition.k=3")
     whole_steps = pytest.approx(1, abs=0.03)
     assert rows["all variants", "training FLOPs / the campaign's"]["value"] == whole_steps
     told = harness.comparison_of(base)

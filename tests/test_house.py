@@ -356,8 +356,7 @@ def test_settings_and_what_looks_at_a_campaign_import_nothing_heavy():
     """A second of the processor at every wrong setting, `new` and `status`, otherwise."""
     modules = "base.table campaign.settings.campaign campaign.folder campaign.status recipes.catalogue"
     imports = ", ".join(f"atoll.{module}" for module in modules.split())
-    code = f"import sys, {imports}; print({HEAVY} & set(sys.modules))"
-    result = run(sys.executable, "-c", code)
+    result = run(sys.executable, "-c", f"import sys, {imports}; print({HEAVY} & set(sys.modules))")
     assert result.stdout == "set()\n", result.stdout + result.stderr
 
 

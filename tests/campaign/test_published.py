@@ -252,8 +252,7 @@ def test_what_a_checkpoint_needs_and_a_campaign_lacks_is_named(
     changes = json.loads(json.dumps(changes).replace("THERE", str(folder)))
     words = tuple(word.replace("THERE", str(folder)) for word in words)
     settings = merged(settings_for(name, folder, source), changes)
-    started = merged(settings, {"network": {"init": str(folder)}})
-    campaign = write_campaign(tmp_path / "c", started)
+    campaign = write_campaign(tmp_path / "c", merged(settings, {"network": {"init": str(folder)}}))
     refused(run("data", "prepare", campaign), *words)
     assert not (campaign / "data").exists()
 

@@ -442,8 +442,7 @@ def test_a_folder_on_the_command_line_is_that_of_the_shell(
         ("data.text_encoder", "[there, minilm]", f"{there} + minilm"),
         ("data.text_encoder", "there + minilm", f"{there} + minilm"),
     ):
-        config = Campaign.open(folder, [f"{key}={text}"]).config.model_dump()
-        assert value_at(config, key) == expected, text
+        assert value_at(Campaign.open(folder, [f"{key}={text}"]).config.model_dump(), key) == expected, text
     # In the file it lies beside that, and is what it was at the start, though all may have moved since.
     write_campaign(folder, {"data": {"vae": "../there", "text_encoder": ["c", "../there"]}})
     assert Campaign.open(folder).config.encoders == (there, f"c + {there}")

@@ -218,8 +218,7 @@ def test_emoji_go_the_whole_way(shared_data: Path, tmp_path: Path) -> None:
     run("launch", folder)
     dataset = Campaign.open(folder).dataset()
     assert len(dataset) > 3000
-    caption = dataset.take([0]).column("caption")[0].as_py()
-    run("sample", folder, caption, "--out", tmp_path / "a.png")
+    run("sample", folder, dataset.take([0]).column("caption")[0].as_py(), "--out", tmp_path / "a.png")
     assert width(tmp_path / "a.png") >= 4 * 64
 
 

@@ -183,8 +183,7 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says():
 
 
 def test_the_published_bins_count_an_empty_one_as_nothing():
-    counts = np.array([1, 1, 2, 1000, 1000, 2000, 100_000], dtype=np.float64)
-    figure = binned(counts, np.ones(7))
+    figure = binned(np.array([1, 1, 2, 1000, 1000, 2000, 100_000], dtype=np.float64), np.ones(7))
     assert figure is not None and figure < 1  # equal results everywhere, and yet a figure
     assert binned(np.array([1.0, 1, 100_000]), np.array([1.0, 2, 3])) is None  # all inner bins are empty
 

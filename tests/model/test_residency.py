@@ -363,8 +363,7 @@ def test_the_trace_says_what_the_router_cost(routing: str, router_calls: int, ex
     cond, how = conditions(B, CLASSES), Generation(routing=routing, steps=10)
     for known in (costs, None):
         ensemble = Bank(experts, Wants([labels.tolist()]), costs=known)
-        rows = Row.each(how, range(B), labels)
-        sampler = Sampler(ensemble, cond, null(CLASSES), rows, noise(B, CLASSES))
+        sampler = Sampler(ensemble, cond, null(CLASSES), Row.each(how, range(B), labels), noise(B, CLASSES))
         sampler.run()
         trace = sampler.trace
         assert trace.router_calls == B * router_calls and trace.expert_calls == 2 * B * 10

@@ -184,8 +184,7 @@ def test_a_sample_does_not_see_its_batch() -> None:
 def test_draws_follow_the_router(name: str) -> None:
     """Chi-square at significance 1e-3, 20,000 draws, fixed seed."""
     routing, n = Routing.named(name), 20_000
-    source = torch.Generator().manual_seed(7)
-    uniforms = torch.rand(n, routing.uniforms, generator=source)
+    uniforms = torch.rand(n, routing.uniforms, generator=torch.Generator().manual_seed(7))
     counts = route(routing, P.log().expand(n, -1), uniforms).sum(0) * routing.uniforms
     expected = P[0] * n * routing.uniforms
     assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3

@@ -83,6 +83,18 @@ def test_a_column_of_another_encoder_is_made_again(
     assert column.meta.producer["max_length"] == 512 and column.meta.max_length > 4  # as many as it takes
 
 
+def test_captions_that_are_ignored_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"condition": "text", "network": {"family": "pixart"}, "train": {"lr": 1e-12}}
+    campaign = partitioned(tmp_path / "c", changes)
+    real = DenoiserTask.validate
+    train_run(campaign, "monolith")
+    monkeypatch.setattr(DenoiserTask, "validate", lambda task: {**real(task), "condition_gain": 0.01})
+    train_run(campaign, "expert", 0)
+    assert set(re.findall(r"warning: (.+) ignores its captions", capsys.readouterr().out)) == {"monolith"}
+
+
 def test_experts_start_alike_and_see_their_own_draws(tmp_path: Path) -> None:
     campaign = partitioned(tmp_path / "c")
     plans = [campaign.store.get_json(f"islands/{k}/island.json") for k in range(2)]

@@ -133,6 +133,5 @@ def _groups_along(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseM
             field = root.model_fields.get(part, field)
         # A key of a mapping, such as an island's number, is no field: its values are of the same group.
         options = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        below = (o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-        groups.append(next(below, here))
+        groups.append(next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), here))
     return groups

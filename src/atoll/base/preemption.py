@@ -64,8 +64,7 @@ def exit_process(code: int) -> NoReturn:
     # Python cannot be taken down below threads that may come back into it: the process would abort, with the
     # code of that. Such are a leaked thread that still works, and where there are several processes the
     # threads in which gloo gives tensors back.
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    orderly = alone and not any(thread.is_alive() for thread in _leaked)
+    orderly = int(os.environ.get("WORLD_SIZE", "1")) == 1 and not any(thread.is_alive() for thread in _leaked)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -201,6 +201,8 @@ class MetricsLine(File):
     accuracy_by_time: tuple[float | None, ...] = ()
     """Share of held-out rows whose cluster the router finds, at each of these times."""
     validation_loss: float | None = Field(default=None, description="Mean of `validation`.")
+    condition_gain: float | None = None
+    """By which part the loss is higher under conditions of other rows, at the time that tells most."""
     validation_seconds: float | None = None
     """Time that this validation took; it is not part of `seconds`."""
 

@@ -105,8 +105,7 @@ def set_prices(
         for number in range(len(prices)):
             # What each row would gain by this cluster, beside the best of all others.
             costs[number] = np.inf
-            gains = costs.min(0) - distances[number]
-            prices[number] = _price(gains, weights, low[number], high[number])
+            prices[number] = _price(costs.min(0) - distances[number], weights, low[number], high[number])
             costs[number] = distances[number] + prices[number]
         held = np.bincount(costs.argmin(0), weights, len(prices))
         within = (held >= low * (1 - 1e-9)).all() and (held <= high * (1 + 1e-9)).all()

@@ -98,8 +98,7 @@ def square(image: Image.Image, size: int) -> Image.Image:
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     # Cropped first: resizing with a box lets the filter see pixels beyond it.
-    middle = image.crop((left, top, left + side, top + side))
-    return middle.resize((size, size), Image.Resampling.LANCZOS)
+    return image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.LANCZOS)
 
 
 def is_gray(image: Image.Image) -> bool:
@@ -120,9 +119,8 @@ def _flat(image: Image.Image) -> Image.Image:
     if image.mode == "LAB":  # Pillow turns it into other colours
         raise BadImageError("unreadable", "Lab colours")
     if image.has_transparency_data:
-        colour = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
-        flat = Image.alpha_composite(white, colour).convert("RGB")
+        flat = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
         return flat.convert("L") if image.mode in ("L", "LA", "La") else flat
     return image.convert("L" if image.mode in ("L", "1", "LA") else "RGB")
 

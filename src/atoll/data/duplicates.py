@@ -165,8 +165,7 @@ class _Search:
         cells = max(1, len(rows) // CELL)
         # Alike rows fall into one cell nearly always, so rows are compared within cells only (SemDeDup): all
         # pairs of a million rows are 10^12.
-        sample = some_rows(rows, 128 * 1024)
-        centroids = fit(normalise(column.read(sample).numpy()), cells, cells, 0)
+        centroids = fit(normalise(column.read(some_rows(rows, 128 * 1024)).numpy()), cells, cells, 0)
         home = np.zeros(len(rows), np.int64)
         for some in _parts(len(rows), 65_536):
             home[some] = nearest_centroid(normalise(column.read(rows[some]).numpy()), centroids)

@@ -52,8 +52,7 @@ class Order:
         present, places = np.unique(numbers, return_inverse=True)
         if not len(present):
             return numbers
-        rows = np.stack([_window(self, int(number), window) for number in present])
-        return rows[places, offsets]
+        return np.stack([_window(self, int(number), window) for number in present])[places, offsets]
 
     def permute(self, offsets: _U64, epoch: int) -> _U64:
         """Row numbers at some offsets within an epoch."""

@@ -274,8 +274,7 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
                 experts = [plans[other] for other in plans if other.expert is not None]
                 memory += 4 * sum(one.parameters for one in experts)
                 memory += 4 * max((one.frozen for one in experts), default=0)
-        wanted = run.kind.needs(config)
-        needs = first + tuple(other.name for other in left if other.role in wanted)
+        needs = first + tuple(other.name for other in left if other.role in run.kind.needs(config))
         words = ("train", run.role, store.location, *options, *sets)
         threads = config.training(*run).threads
         job = _job(run.name, words, place, target, threads, memory, needs=needs, work=work)

@@ -91,8 +91,7 @@ class Family:
     def load(self, config: Mapping[str, Any]) -> nn.Module:
         """A network from the `config.json` that diffusers wrote, without its weights."""
         arguments = {name: value for name, value in config.items() if name != "lora"}
-        network = self.adapt(cast(Any, self.network_class()).from_config(arguments))
-        return changed(network, config.get("lora"))
+        return changed(self.adapt(cast(Any, self.network_class()).from_config(arguments)), config.get("lora"))
 
     def made_for(self, settings: Mapping[str, Any], shape: DataShape) -> DataShape:
         """What data the network of a `config.json` was made for; what it does not fix is as in `shape`."""
@@ -429,8 +428,7 @@ def initialise(network: nn.Module, seed: int) -> None:
             if isinstance(module, nn.Linear | nn.Conv2d):
                 flat = module.weight.view(module.weight.shape[0], -1)
                 bound = (6.0 / (flat.shape[0] + flat.shape[1])) ** 0.5  # Xavier, a convolution as a matrix
-                values = torch.rand(module.weight.shape, generator=source) * (2 * bound) - bound
-                module.weight.copy_(values)
+                module.weight.copy_(torch.rand(module.weight.shape, generator=source) * (2 * bound) - bound)
                 if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, nn.Embedding):

@@ -23,8 +23,7 @@ def stored_layers(network: nn.Module, keep: Sequence[str] = ()) -> dict[str, nn.
 
     `keep` are further patterns of names to leave as they are.
     """
-    own = getattr(network, "_skip_layerwise_casting_patterns", None) or ()
-    kept = [*KEPT, *own, *keep]
+    kept = [*KEPT, *(getattr(network, "_skip_layerwise_casting_patterns", None) or ()), *keep]
     for part in keep:
         if not any(re.search(part, name) for name, _ in network.named_modules()):
             what, fix = f"residency.keep: no layer's name has {part!r}", "write such as proj_out or attn.*"

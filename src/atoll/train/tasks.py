@@ -84,9 +84,16 @@ class DenoiserTask(Task):
         return self._losses(batch).mean(), {}
 
     def validate(self) -> dict[str, Any]:
-        """Loss on held-out rows at 8 fixed times, with fixed noise and no dropout."""
-        losses = [float(loss.mean()) for (loss,) in self._heldout(lambda batch: [self._losses(batch)])]
-        return validation(losses, VALIDATION_TIMES)
+        """Loss on held-out rows at 8 fixed times, under their own conditions and under others', with fixed
+        noise and no dropout."""
+
+        def both(batch: Batch) -> list[Tensor]:
+            others = batch.cond.map(lambda part: part.roll(len(batch.t) // 2, dims=0))
+            return [self._losses(each) for each in (batch, replace(batch, cond=others))]
+
+        losses = [[float(part.mean()) for part in pair] for pair in self._heldout(both)]
+        gain = max((others / max(own, 1e-9) for own, others in losses), default=1) - 1
+        return validation([own for own, _ in losses], VALIDATION_TIMES, condition_gain=gain)
 
     def preview(self) -> bytes:
         """Twelve training conditions, nearest to a square: 12 steps, guidance 2, or as its card says."""

@@ -78,8 +78,7 @@ def test_connections_that_are_not_in_the_tree_do_not_exist():
             below |= new
         touched = {n for n, node in enumerate(head.nodes) if bool(node.bias.grad)}
         assert touched == below, name
-    sizes = [node.weight.shape[1] for node in head.nodes]
-    assert sizes == [len(parts) or 7 for parts in human.parts]
+    assert [node.weight.shape[1] for node in head.nodes] == [len(parts) or 7 for parts in human.parts]
 
 
 @pytest.mark.parametrize("backbone", ["features", "vlm"])
@@ -92,8 +91,7 @@ def test_a_batch_of_one_kind_leaves_the_other_head_without_gradients(backbone: s
     for scores, is_whole, used in ((whole, True, "regression"), (every, False, "expert")):
         scorer.zero_grad(set_to_none=True)
         sum(scorer.losses(seen, scores, is_whole)).backward()
-        there = gradients(scorer.heads)
-        assert {name.split(".")[0] for name, has in there.items() if has} == {used}
+        assert {name.split(".")[0] for name, has in gradients(scorer.heads).items() if has} == {used}
         assert any(gradients(scorer.reader).values())
         assert not any(p.grad is not None for p in scorer.voter.parameters())
     if isinstance(scorer.reader, LanguageReader):

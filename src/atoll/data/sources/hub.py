@@ -61,8 +61,7 @@ def open_hub(text: str, options: RowOptions) -> Source:
         except Exception as error:  # of several packages
             what = f"cannot look up {location}@{revision}: {first_line(error)[:300]}"
             raise DataError(what, "check the name, the network and HF_TOKEN, or name a commit") from None
-        branch = f"{location}@{revision}"
-        say(f"{branch} is now the commit {commit}: name that one, to go on with it later")
+        say(f"{location}@{revision} is now the commit {commit}: name that one, to go on with it later")
     if commit is None and not Path(location).is_dir():
         raise DataError(f"there is no folder {location}", "check the path")
     place = f"{location}@{commit}" if commit else location

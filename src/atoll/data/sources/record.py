@@ -147,5 +147,4 @@ def _captions(value: Any, several: bool) -> tuple[str, ...] | str:
     for text in values:
         if not isinstance(text, str):
             return "caption is not UTF-8" if isinstance(text, bytes) else "caption is not text"
-    filled = tuple(text for text in values if text.strip()) if several else tuple(values)
-    return filled or "empty caption"
+    return tuple(text for text in values if text.strip() or not several) or "empty caption"
