@@ -136,5 +136,4 @@ def test_weights_that_are_none(campaign: Path, run: Run):
     dataset.write_values("weights", {"name": "half"}, np.arange(len(dataset), dtype=np.float32) % 2)
     assert run("partition", folder).code == 0
     shutil.copytree(campaign / "concepts", folder / "concepts")
-    told = run("concepts", "rebalance", folder, "--t", "99", "--dry-run").out
-    assert told.count(" rows (100.0%)") == 2
+    assert run("concepts", "rebalance", folder, "--t", "99", "--dry-run").out.count(" rows (100.0%)") == 2

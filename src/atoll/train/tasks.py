@@ -84,8 +84,7 @@ class DenoiserTask(Task):
         return self._losses(batch).mean(), {}
 
     def validate(self) -> dict[str, Any]:
-        """Loss on held-out rows at 8 fixed times, under their own conditions and under others', with fixed
-        noise and no dropout."""
+        """Loss on held-out rows at 8 fixed times with fixed noise, under own conditions and under others'."""
 
         def both(batch: Batch) -> list[Tensor]:
             others = batch.cond.map(lambda part: part.roll(len(batch.t) // 2, dims=0))
