@@ -87,8 +87,8 @@ class DenoiserTask(Task):
         """Loss on held-out rows at 8 fixed times with fixed noise, under own conditions and under others'."""
 
         def both(batch: Batch) -> list[Tensor]:
-            others = batch.cond.map(lambda part: part.roll(len(batch.t) // 2, dims=0))
-            return [self._losses(each) for each in (batch, replace(batch, cond=others))]
+            others = torch.arange(len(batch.t), device=batch.t.device).roll(len(batch.t) // 2)
+            return [*map(self._losses, (batch, replace(batch, cond=batch.cond.select(others))))]
 
         losses = [[float(part.mean()) for part in pair] for pair in self._heldout(both)]
         gain = max((others / max(own, 1e-9) for own, others in losses), default=1) - 1
