@@ -42,7 +42,7 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_041,
+    "core": 25_040,
     "measure": 4_055,
     "report": 1_689,
     "export": 1_745,
@@ -50,7 +50,7 @@ CEILINGS: dict[str, float] = {
     "curate": 2_683,
     "tests": 34_087,
     "benchmarks": 5_367,
-    "longest file": 463,  # under 500: what one file alone imports is a part of it
+    "longest file": 462,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,
     # Crossings. Signed for: 1, 0, 120, 50.
     "collections that name two roles": 1,

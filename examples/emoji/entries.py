@@ -121,7 +121,7 @@ ENTRIES = [
     islands(SHARED, N, *JOINT),
     replace(single(8, 0.002, N, seeds=ONE, name="single, told the cluster"), told=True),
     single(8, 0.002, LONGEST, *KEPT, *WHOLE),
-    single(8, 0.001, LONGEST, *KEPT, *WHOLE, seeds=(5,)),
+    *(single(8, rate, LONGEST, *KEPT, *WHOLE, seeds=(5,)) for rate in (0.001, 0.0005)),
     islands(APART, LONGEST, *SLOWER, *KEPT, *WHOLE),
     replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),

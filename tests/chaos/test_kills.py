@@ -93,8 +93,7 @@ def test_of_islands_started_twice_one_trains(nursery: Nursery, copy: Path, refer
     """Both at once, over and over; each loser says who holds the run and leaves."""
     run = island(copy, 2)
     for _ in range(2):
-        argv = ("train", "expert", copy, "--expert", "2")
-        both = [nursery.start(*argv, faults=SLOWLY) for _ in range(2)]
+        both = [nursery.start("train", "expert", copy, "--expert", "2", faults=SLOWLY) for _ in range(2)]
         until(lambda both=both: any(holds(run, child.pid) for child in both), both[0])
         one, other = both if holds(run, both[0].pid) else both[::-1]
         assert other.wait() == HELD

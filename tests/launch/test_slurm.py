@@ -31,7 +31,7 @@ pytestmark = [
 # Runs of some seconds that save their state often.
 OFTEN = {"checkpoint_every_s": 0.0, "previews": 0, "validations": 2}
 CHANGES: dict[str, Any] = {
-    "budget": {"samples": 20000},
+    "budget": {"samples": 6000},
     "train": OFTEN,
     "router": {"share": 0.1, "train": {**OFTEN, "batch": 8}},
     "launch": {

@@ -210,8 +210,7 @@ def test_a_network_that_is_large_for_cpus_is_not_left_to_them_in_silence(tmp_pat
     )
     (data,) = warned("--on", "slurm", "--set", "launch.gpus=1")
     assert data.startswith("warning: ingest (4 in all)")
-    gpus = ("--set", "launch.gpus=1", "--set", "launch.data.gpus=1")
-    assert warned("--on", "slurm", *gpus) == []
+    assert warned("--on", "slurm", "--set", "launch.gpus=1", "--set", "launch.data.gpus=1") == []
     assert warned("--on", "slurm", "--set", "network.size=nano") == []
     (here,) = warned()  # the tests' machine shows no GPU
     assert "launch where a GPU is" in here

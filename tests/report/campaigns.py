@@ -104,7 +104,8 @@ class Builder:
         ]
         router = plan["role"] == "router"
         check: dict[str, Any] = {"times": [*((n + 0.5) / 8 for n in range(8)), *([1.0] if router else [])]}
-        check |= {"validation": [0.8 - 0.05 * n for n in range(9 if router else 8)]}
+        check |= {"validation": [0.8 - 0.05 * n for n in range(len(check["times"]))]}
+        check["validation_loss"] = sum(check["validation"]) / len(check["validation"])
         check |= {"accuracy_by_time": [0.9 - 0.05 * n for n in range(9)]} if router else {}
         lines.append({"step": lines[-1]["step"], "samples": lines[-1]["samples"], **check})
         text = "".join(json.dumps(line) + "\n" for line in lines)

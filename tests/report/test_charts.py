@@ -77,16 +77,14 @@ def test_a_guide_outside_of_the_axis_is_not_drawn():
 def test_smoothing_keeps_a_constant_and_a_power_law():
     xs = [10.0 * n for n in range(1, 300)]
     assert [y for _, y in charts.smooth([(x, 0.7) for x in xs])] == pytest.approx([0.7] * len(xs))
-    smoothed = charts.smooth([(x, 5 / math.sqrt(x)) for x in xs])
-    inner = [(x, y) for x, y in smoothed if 500 < x < 2500]
+    inner = [(x, y) for x, y in charts.smooth([(x, 5 / math.sqrt(x)) for x in xs]) if 500 < x < 2500]
     assert [y for _, y in inner] == pytest.approx([5 / math.sqrt(x) for x, _ in inner], rel=0.01)
 
 
 def test_smoothing_takes_noise_away():
     noise = np.random.default_rng(0).normal(0, 0.2, 2000)
     points = [(float(n), float(math.exp(e))) for n, e in enumerate(noise, 1)]
-    late = [math.log(y) for x, y in charts.smooth(points) if x > 1000]
-    assert np.std(late) < 0.03
+    assert np.std([math.log(y) for x, y in charts.smooth(points) if x > 1000]) < 0.03
 
 
 def test_smoothing_looks_at_the_window_only():
@@ -192,7 +190,6 @@ def test_tick(value: float, words: str):
 
 
 def test_what_is_no_finite_number_is_none():
-    odd = [None, "1", True, float("nan"), float("inf"), [1]]
-    assert [facts.finite(value) for value in odd] == [None] * 6
+    assert [*map(facts.finite, (None, "1", True, float("nan"), float("inf"), [1]))] == [None] * 6
     assert (facts.finite(2), facts.finite(0.5)) == (2.0, 0.5)
     assert (page.decimals(-0.034), page.whole(12345.6), page.decimals(None)) == ("−0.03", "12,346", "–")

@@ -140,8 +140,7 @@ def test_right_after_the_partition_every_section_says_what_makes_it(builder: Bui
 def test_a_run_on_its_way_says_how_far_it_is(builder: Builder):
     """With pictures of two sizes, a map of the clusters, and an expert without held-out rows."""
     buckets = {"24x40": [700, 600, 500, 400], "40x24": [300, 300, 300, 300]}
-    inertia = {"clusters": 0.5, "random": 1.25, "free": 0.4}
-    builder.campaign().partition(buckets=buckets, inertia=inertia)
+    builder.campaign().partition(buckets=buckets, inertia={"clusters": 0.5, "random": 1.25, "free": 0.4})
     points = [(0.0, 0.0, 0), (1.0, 0.5, 1), (0.2, 0.7, 2), (0.4, 0.1, 3), (0.5, 0.5, 0)]
     words = [["dog", "cat"], [], ["<b>"], []]
     builder.store.put_json(ClusterMap.PLACE, ClusterMap(points=points, explained=0.75, words=words).to_json())
@@ -228,6 +227,12 @@ def test_losses_that_are_not_finite_are_left_out_and_counted(builder: Builder):
     builder.store.put("islands/0/run/metrics.jsonl", "\n".join(lines).encode())
     page = Page.of(builder)
     assert "No expert has logged a loss yet." in page.text() and page.with_class("chart") == []
+
+
+def test_captions_that_are_ignored_are_told(whole: Builder, page: Page):
+    key, words = "islands/1/run/metrics.jsonl", "Expert 1 ignores its captions"
+    whole.store.put(key, whole.store.get(key).replace(b'"times"', b'"condition_gain": 0.0, "times"'))
+    assert words not in page.text() and words in Page.of(whole).text()
 
 
 def test_every_way_to_route_is_told_in_words(whole: Builder):

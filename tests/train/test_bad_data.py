@@ -39,8 +39,7 @@ def test_steps_with_a_bad_row_are_left_out_and_counted(run: Run, copy: Path) -> 
 def test_bad_rows_everywhere_end_the_run_in_one_line(run: Run, copy: Path) -> None:
     spoil(copy, 30)
     said = run("train", "expert", copy, "--expert", "0")
-    line = refused(said, "loss nan", "expert 0", "the last 4 steps were skipped")
-    assert "atoll data audit" in line
+    refused(said, "loss nan", "expert 0", "the last 4 steps were skipped", "atoll data audit")
     assert not (copy / "islands/0/expert").exists()
 
 

@@ -39,8 +39,7 @@ def steps(state: TrainState, count: int) -> None:
     for _ in range(count):
         s = state.step
         given = noise(4, seed=s), torch.full((4,), 0.5), conditions(4, CLASSES, s)
-        out = family("dit").predict(state.network, *given)
-        (out - noise(4, seed=100 + s)).square().mean().backward()
+        (family("dit").predict(state.network, *given) - noise(4, seed=100 + s)).square().mean().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step, state.samples = s + 1, state.samples + 4

@@ -202,9 +202,14 @@ class MetricsLine(File):
     """Share of held-out rows whose cluster the router finds, at each of these times."""
     validation_loss: float | None = Field(default=None, description="Mean of `validation`.")
     condition_gain: float | None = None
-    """By which part the loss is higher under conditions of other rows, at the time that tells most."""
+    """By which part the loss is higher under captions of other rows, at the time that tells most."""
     validation_seconds: float | None = None
     """Time that this validation took; it is not part of `seconds`."""
+
+    @property
+    def ignores_captions(self) -> bool:
+        """Attention to texts can die: docs/decisions/0050-attention-to-captions-can-die.md."""
+        return self.condition_gain is not None and self.condition_gain < 0.001
 
 
 def read_partition(store: Store) -> PartitionFile:

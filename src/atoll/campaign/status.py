@@ -119,8 +119,7 @@ class CampaignStatus:
             for run in self.runs
             if run.speed and run.steps and run.batch
         ]
-        left = sum(run.train_flops - run.done_flops for run in self.runs)
-        return left / sum(rates) if sum(rates) else None
+        return sum(run.train_flops - run.done_flops for run in self.runs) / sum(rates) if sum(rates) else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; bytes, seconds, operations."""

@@ -75,8 +75,7 @@ class Tower:
         most, padding = self.form.length, "max_length" if padded else False
         ids = self.tokenizer(list(captions), truncation=True, max_length=most, padding=padding)["input_ids"]
         # Of "" some tokenizers make no token at all, such as Qwen's: no state could be its condition.
-        blank = [self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0]
-        texts = [each or blank for each in ids]
+        texts = [each or [self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0] for each in ids]
         known = cast(Any, self.network).get_input_embeddings().num_embeddings
         if max(map(max, texts)) >= known:  # a GPU would only say "device-side assert"
             raise ConfigError(f"the tokenizer has more than the encoder's {known} tokens", "use its own")

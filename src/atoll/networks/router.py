@@ -90,8 +90,7 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         if self.label_embedding is not None:
             embedding, labels = cast(Any, self.label_embedding), cond.labels
             if labels is None:
-                null = embedding.num_classes
-                labels = torch.full((rows,), null, device=x_t.device, dtype=torch.long)
+                labels = torch.full((rows,), embedding.num_classes, device=x_t.device, dtype=torch.long)
             tokens = tokens + embedding(labels)[:, None].to(tokens.dtype)
         for block in self.transformer_blocks:
             tokens = block(tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=adaln)

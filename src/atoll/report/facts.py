@@ -95,6 +95,7 @@ class LoggedRun:
     """Times t of the last validation and the router's accuracy."""
     validation_loss: float | None
     """Mean of the last validation losses; none where one of them is not finite."""
+    ignores_captions: bool
     seen: int
     """Images so far."""
     seconds: float | None
@@ -112,7 +113,6 @@ class LoggedRun:
             [(t, v) for t, value in zip(last.times, of, strict=False) if (v := finite(value)) is not None]
             for of in (last.validation, last.accuracy_by_time)
         )
-        complete = validation and len(validation) == len(last.validation)
         spent = finite(card.provenance.get("seconds")) if card else None
         return cls(
             run=run,
@@ -122,7 +122,8 @@ class LoggedRun:
             not_finite=len(losses) - len(known),
             validation=validation,
             accuracy=accuracy,
-            validation_loss=sum(v for _, v in validation) / len(validation) if complete else None,
+            validation_loss=finite(last.validation_loss),
+            ignores_captions=last.ignores_captions,
             seen=card.samples if card else max((line.samples for line in lines), default=0),
             seconds=trained[-1].seconds if trained and not card else spent,
         )

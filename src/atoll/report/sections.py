@@ -278,8 +278,7 @@ def _curve(compared: Comparison, styles: Mapping[str, str]) -> dict[str, Any]:
             marks, end = (0, 0.25, 0.5, 0.75, 1), max(1.02, 1.01 * most)
             x = Axis(0.0, end, "training FLOPs, of the monolith’s", marks=marks, label="{:.0%}".format)
         y = log_axis(value for line in lines for _, value in line.points)
-        guides = [("", distance) for _, distance in paths.get(BASE, [])[-1:]]
-        chart = Chart(lines, x, y, guides)
+        chart = Chart(lines, x, y, [("", distance) for _, distance in paths.get(BASE, [])[-1:]])
     return {
         "chart": chart,
         "relative": relative,

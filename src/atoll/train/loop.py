@@ -321,12 +321,9 @@ class _Run:
         with state.ema.in_place(), torch.no_grad(), self.precision, self.attention:
             if validate:
                 started = time.monotonic()
-                metrics = self.task.validate()
-                late, text = 2 * state.step >= self.plan.steps, self.task.rows.train.condition == "text"
-                # Attention to texts can die: docs/decisions/0050-attention-to-captions-can-die.md.
-                if late and text and metrics.get("condition_gain", 1) < 0.001:
+                self._note(**self.task.validate(), validation_seconds=round(time.monotonic() - started, 3))
+                if state.metrics[-1].ignores_captions and 2 * state.step >= self.plan.steps:
                     self._say(f"warning: {self.name} ignores its captions: lower train.lr in a new campaign")
-                self._note(**metrics, validation_seconds=round(time.monotonic() - started, 3))
             picture = self.task.preview() if draw else None
         network.train()
         if self.group.first:

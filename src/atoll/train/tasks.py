@@ -84,15 +84,16 @@ class DenoiserTask(Task):
         return self._losses(batch).mean(), {}
 
     def validate(self) -> dict[str, Any]:
-        """Loss on held-out rows at 8 fixed times with fixed noise, under own conditions and under others'."""
+        """Loss on held-out rows at 8 fixed times with fixed noise; of texts also under those of others."""
+        texts = self.rows.train.condition == "text"
 
-        def both(batch: Batch) -> list[Tensor]:
+        def under_both(batch: Batch) -> list[Tensor]:
             others = torch.arange(len(batch.t), device=batch.t.device).roll(len(batch.t) // 2)
-            return [*map(self._losses, (batch, replace(batch, cond=batch.cond.select(others))))]
+            return [*map(self._losses, (batch, replace(batch, cond=batch.cond.select(others)))[: 1 + texts])]
 
-        losses = [[float(part.mean()) for part in pair] for pair in self._heldout(both)]
-        gain = max((others / max(own, 1e-9) for own, others in losses), default=1) - 1
-        return validation([own for own, _ in losses], VALIDATION_TIMES, condition_gain=gain)
+        losses = [[float(part.mean()) for part in parts] for parts in self._heldout(under_both)]
+        gain = max((parts[-1] / max(parts[0], 1e-9) for parts in losses), default=1) - 1 if texts else None
+        return validation([own for own, *_ in losses], VALIDATION_TIMES, condition_gain=gain)
 
     def preview(self) -> bytes:
         """Twelve training conditions, nearest to a square: 12 steps, guidance 2, or as its card says."""
@@ -132,8 +133,7 @@ class DenoiserTask(Task):
         objective, t = self.recipe.objective, batch.t
         x_t = noisy(batch.x0, batch.eps, t, self.schedule)
         output = self.family.predict(self.network, x_t, t * self.schedule.clock, batch.cond)
-        goal = target(batch.x0, batch.eps, t, self.schedule, objective.prediction)
-        loss = per_sample_loss(output, goal)
+        loss = per_sample_loss(output, target(batch.x0, batch.eps, t, self.schedule, objective.prediction))
         if objective.loss == "prediction":
             return loss
         return loss * velocity_weight(t, self.schedule, objective.prediction)
