@@ -38,6 +38,7 @@ OTHERS = (
     ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
     ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
     ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
+    ("half the rate", SINGLE, -13, "single, batch 8, rate 0.001, 400,000 images"),
 )
 """Of one seed: label, colour, the label's height over the point, and the entry."""
 RATIOS = (
@@ -50,6 +51,14 @@ RATIOS = (
         "headline.json",
         SHORT,
         OVER.format("bf16, ", "400,000", ", 95 % unpaired"),
+    ),
+    (
+        29,
+        "half the rate",
+        "left",
+        "headline.json",
+        "islands that share nothing, rate 0.001, 400,000 images: top-1",
+        f"{JUDGE}, over {OTHERS[-1][3]}",
     ),
     (43, "twice as wide", "left", "headline.json", f"{OTHERS[2][3]}: top-1", f"{JUDGE}, over {OTHERS[1][3]}"),
     (160, "emoji, 3 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 % unpaired")),
@@ -78,7 +87,7 @@ def distances(axes: Any) -> None:
         axes.annotate(label, (spent[-1], middle[-1]), **place)
     for label, colour, height, name in OTHERS:
         mark, model = ("s", "monolith") if colour == SINGLE else ("o", "top-1")
-        point = known["points"][name][model]["3"]
+        (point,) = known["points"][name][model].values()
         at, value = point["flops"], point["test"][JUDGE]
         axes.plot([at], [value], mark, color=colour, mfc="white", ms=6)
         place = {"xytext": (8, height), "textcoords": "offset points", "color": colour}

@@ -106,8 +106,8 @@ N, LONGEST = 400_000, 160 * EPOCH
 WIDER = ((4, 0.002, 232_791), (6, 0.002, 107_174), (4, 0.0015, 1_296_924), (6, 0.001, 597_089))
 """Heads, rate and images: the first two cost as much as 29 epochs of three heads, the others as 160."""
 QUARTER = ("budget.pretrain=0.25", *FAST, *KEPT, "sampling.guide_share=0.5")
+SLOWEST = (*ALONE, "train.lr=0.001", *WHOLE, *KEPT)
 APART_ONCE = [
-    ("rate 0.001", (*ALONE, "train.lr=0.001", *FAST, *KEPT)),
     ("equal compute", (*SLOWER, *FAST, "budget.compute=equal")),
     ("random clusters", (*SLOWER, *FAST, "partition.method=random")),
 ]
@@ -121,8 +121,13 @@ ENTRIES = [
     islands(SHARED, N, *JOINT),
     replace(single(8, 0.002, N, seeds=ONE, name="single, told the cluster"), told=True),
     single(8, 0.002, LONGEST, *KEPT, *WHOLE),
-    *(single(8, rate, LONGEST, *KEPT, *WHOLE, seeds=(5,)) for rate in (0.001, 0.0005)),
+    *(
+        single(8, rate, images, *KEPT, *WHOLE, seeds=(5,))
+        for rate in (0.001, 0.0005)
+        for images in (N, LONGEST)
+    ),
     islands(APART, LONGEST, *SLOWER, *KEPT, *WHOLE),
+    *(islands(f"{APART}, rate 0.001", images, *SLOWEST, seeds=(5,)) for images in (N, LONGEST)),
     replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),
