@@ -38,7 +38,7 @@ OTHERS = (
     ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
     ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
     ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
-    ("half the rate", SINGLE, -13, "single, batch 8, rate 0.001, 400,000 images"),
+    ("half the rate", SINGLE, -19, "single, batch 8, rate 0.001, 400,000 images"),
 )
 """Of one seed: label, colour, the label's height over the point, and the entry."""
 RATIOS = (

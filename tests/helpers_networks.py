@@ -35,16 +35,14 @@ def denoiser(seed: int, shape: DataShape = TEXT, depth: int = 1, name: str = "")
 
 def expert(seed: int, shape: DataShape = TEXT, prediction: str = "v", schedule: str = "rectified-flow"):
     """An expert that was not trained."""
-    name = "pixart" if shape.text_width else "dit"
-    return Expert(denoiser(seed, shape), name, prediction, schedule)  # type: ignore[arg-type]
+    return Expert(denoiser(seed, shape), "pixart" if shape.text_width else "dit", prediction, schedule)  # type: ignore[arg-type]
 
 
 def router(seed: int, experts: int, shape: DataShape = TEXT, depth: int = 1) -> Router:
     """A router that was not trained, and is far from even."""
     sizes = {"patch_size": 4, "num_layers": depth, "num_attention_heads": 2, "attention_head_dim": 8}
     sizes |= {"caption_channels": shape.text_width, "num_classes": shape.classes}
-    network = Router(experts, shape.channels, shape.size, **sizes)
-    return random_weights(network, seed, 0.2)  # type: ignore[return-value]
+    return random_weights(Router(experts, shape.channels, shape.size, **sizes), seed, 0.2)  # type: ignore[return-value]
 
 
 class Logits:

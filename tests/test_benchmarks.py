@@ -131,8 +131,7 @@ def test_a_part_or_a_quick_look_never_replaces_a_committed_result(
     harness, own, committed = bench("harness"), tmp_path / "own.json", tmp_path / "headline.json"
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     committed.write_text("committed")
-    argv = [str(own) if word == "OWN" else word for word in words]
-    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
+    monkeypatch.setattr(sys, "argv", ["x.py", *(str(own) if word == "OWN" else word for word in words)])
     options = harness.parsed(harness.parser("A benchmark.", "small", only="cases"))
     assert harness.asked(options, "single, batch 8") and harness.asked(options, "islands") is not options.only
     harness.finish("headline", [harness.row("a", "b", 1.0)], options)
@@ -277,8 +276,7 @@ def test_variants_of_a_campaign_cost_what_it_costs(
     here("compare", base)
     words = ("ablations", base, "--to", tmp_path / "to", "--strategies", "once")
     rows = call("experiment", *words, "--variant", "three", "partition.k=3")
-    whole_steps = pytest.approx(1, abs=0.03)
-    assert rows["all variants", "training FLOPs / the campaign's"]["value"] == whole_steps
+    assert rows["all variants", "training FLOPs / the campaign's"]["value"] == pytest.approx(1, abs=0.03)
     told = harness.comparison_of(base)
     assert rows["monolith", "distance"]["value"] == told.rows[0].distance
     assert rows["the campaign itself, once", "distance"]["value"] == told.rows[-1].distance
@@ -398,8 +396,7 @@ def test_ways_and_pictures_are_measured(bench: Bench, small_ensemble: Path, tmp_
         with pytest.raises(LookupError):
             ways.measured(guides.Way(null))
     album = bench("judges").Album.of(campaign, "ensemble", Generation(steps=2), "heldout", 12, tmp_path)
-    judges = {f"{axes} axes": {"extractor_size": 8, "components": axes} for axes in (2, 4)}
-    found = album.distances(judges)
+    found = album.distances({f"{axes} axes": {"extractor_size": 8, "components": axes} for axes in (2, 4)})
     assert list(found) == ["2 axes", "precision", "recall", "4 axes"]
     assert 0 < found["2 axes"] < found["4 axes"]
 

@@ -48,7 +48,7 @@ CEILINGS: dict[str, float] = {
     "export": 1_745,
     "serve": 1_504,
     "curate": 2_683,
-    "tests": 34_087,
+    "tests": 34_083,
     "benchmarks": 5_367,
     "longest file": 462,  # under 500: what one file alone imports is a part of it
     "tour": 4_788,

@@ -81,7 +81,7 @@ def test_a_shard_of_the_data(nursery: Nursery, copy: Path, reference: Path) -> N
     """Refused in one line before the first step; put back, the run goes on where it was."""
     run, chance = island(copy, 0), random.Random(14)
     killed_after_two_commits(nursery, copy, 0)
-    sweep(run / "run")  # what the killed one was writing, as the next one would
+    sweep(run / "run")  # of what the killed trainer was writing, as the next one would do
     before = {path: path.read_bytes() for path in (run / "run").rglob("*") if path.is_file()}
     shards = sorted((run / "data").rglob("*.safetensors")) + sorted((run / "data/rows").glob("*.parquet"))
     assert len(shards) > 2

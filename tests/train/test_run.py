@@ -22,6 +22,7 @@ from atoll.train.rows import Batch
 from atoll.train.run import train_run
 from atoll.train.tasks import DenoiserTask
 from helpers import entries, partitioned, write_campaign
+from helpers_networks import random_weights
 
 
 @pytest.mark.slow
@@ -86,11 +87,11 @@ def test_a_column_of_another_encoder_is_made_again(
 def test_captions_that_are_ignored_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"condition": "text", "network": {"family": "pixart"}, "train": {"lr": 1e-12}}
-    campaign = partitioned(tmp_path / "c", changes)
-    real = DenoiserTask.validate
+    """By a network that begins with zeros and learns nothing, and not by one with weights."""
+    changes = {"condition": "text", "network": {"family": "pixart"}, "train": {"lr": 1e-12, "validations": 1}}
+    campaign, real = partitioned(tmp_path / "c", changes), DenoiserTask.validate
     train_run(campaign, "monolith")
-    monkeypatch.setattr(DenoiserTask, "validate", lambda task: {**real(task), "condition_gain": 0.01})
+    monkeypatch.setattr(DenoiserTask, "validate", lambda task: random_weights(task.network, 0) and real(task))
     train_run(campaign, "expert", 0)
     assert set(re.findall(r"warning: (.+) ignores its captions", capsys.readouterr().out)) == {"monolith"}
 

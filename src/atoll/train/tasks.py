@@ -85,14 +85,15 @@ class DenoiserTask(Task):
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows at 8 fixed times with fixed noise; of texts also under those of others."""
-        texts = self.rows.train.condition == "text"
 
         def under_both(batch: Batch) -> list[Tensor]:
+            if self.rows.train.condition != "text":
+                return [self._losses(batch)]
             others = torch.arange(len(batch.t), device=batch.t.device).roll(len(batch.t) // 2)
-            return [*map(self._losses, (batch, replace(batch, cond=batch.cond.select(others)))[: 1 + texts])]
+            return [*map(self._losses, (batch, replace(batch, cond=batch.cond.select(others))))]
 
         losses = [[float(part.mean()) for part in parts] for parts in self._heldout(under_both)]
-        gain = max((parts[-1] / max(parts[0], 1e-9) for parts in losses), default=1) - 1 if texts else None
+        gain = max((theirs / max(own, 1e-9) - 1 for own, *rest in losses for theirs in rest), default=None)
         return validation([own for own, *_ in losses], VALIDATION_TIMES, condition_gain=gain)
 
     def preview(self) -> bytes:
