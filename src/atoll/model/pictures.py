@@ -106,7 +106,7 @@ def check_storage(load: Callable[[], "Model"], residency: Residency, model: "Mod
     distance, experts = sum(distances) / len(distances), plain.bank.experts  # one network is a plain list
     say(f"{residency.dtype}: images at distance {distance:.4f} from those of whole weights, same noise")
     if distance > residency.bound:
-        expert: Any = next(each for n, each in enumerate(experts) if n not in plain.bank.missing)
+        expert: Any = experts[next(n for n in range(len(experts)) if n not in plain.bank.missing)]
         x, noise = torch.empty(1, *model.shape), torch.Generator().manual_seed(0)
         cond, _ = plain.conditions(prompts).of([0], model.device)
         call = x.normal_(generator=noise).to(model.device), torch.full((1,), 0.5, device=model.device), cond
