@@ -37,7 +37,6 @@ torch.set_num_threads(1)
 jaxtyping.install_import_hook(["atoll.flow", "atoll.model", "atoll.networks"], "typecheck.check")
 
 show_messages()  # stages are called as functions too, and tests read what they say
-replace_popen()
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `make test-gpu`: bits are promised on a CPU with one thread."""
     if config.option.markexpr != "gpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    replace_popen()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -182,9 +182,8 @@ WEIGHTS = "expert/diffusion_pytorch_model.safetensors"
 
 def bits(run: Path) -> dict[str, bytes]:
     """Everything that a finished run computed, as bytes."""
-    folder = newest_checkpoint(run)
-    found = {name: (folder / name).read_bytes() for name in STATE}
-    return {**found, "published": (run / WEIGHTS).read_bytes()}
+    paths = {name: newest_checkpoint(run) / name for name in STATE}
+    return {name: path.read_bytes() for name, path in {**paths, "published": run / WEIGHTS}.items()}
 
 
 def same_bits(one: Path, other: Path) -> bool:

@@ -6,6 +6,7 @@ forks: it ends with the one that runs the tests.
 """
 
 import atexit
+import faulthandler
 import gc
 import json
 import os
@@ -133,14 +134,15 @@ Fresh = subprocess.Popen
 """For a process that imports everything itself."""
 _keep: list[Any] = []
 """The socket and the process that forks: collected, it would warn that it still runs."""
-_surroundings = dict(os.environ)
+_surroundings: dict[str, str] = {}
 
 
 def replace_popen() -> None:
-    """From here on `subprocess` starts processes by `Popen`.
+    """From here on `subprocess` starts processes by `Popen`, forked where the environment is as now.
 
     Not torchrun's workers: they have to be in its group of processes, to be killed with it.
     """
+    _surroundings.update(os.environ)
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
@@ -151,8 +153,7 @@ def _argv(args: Any) -> list[str] | None:
     argv = [os.fsdecode(part) for part in args[1:]]
     if argv[:1] == ["-u"]:
         argv = argv[1:]
-    known = argv[:1] == [SCRIPT] or (argv[:1] == ["-m"] and argv[1] in MODULES)
-    return argv if known else None
+    return argv if argv[:1] == [SCRIPT] or (argv[:1] == ["-m"] and argv[1] in MODULES) else None
 
 
 def _alike(environment: Mapping[str, str]) -> bool:
@@ -160,7 +161,7 @@ def _alike(environment: Mapping[str, str]) -> bool:
 
     def decisive(variables: Mapping[str, str]) -> dict[str, str]:
         names = ("HF_", "LD_", "OMP_", "MKL_", "CUDA_", "PYTHON")
-        free = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+        free = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER")
         return {n: value for n, value in variables.items() if n.startswith(names) and n not in free}
 
     return decisive(environment) == decisive(_surroundings) and environment.get("PYTHONPATH", "") in PATHS
@@ -360,6 +361,7 @@ def _command(request: Mapping[str, Any], streams: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    faulthandler.enable()
     tempfile.tempdir = None  # found anew: imports may have asked for it before there was a TMPDIR
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(line_buffering=True)  # type: ignore[union-attr]

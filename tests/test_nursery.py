@@ -15,6 +15,7 @@ from nursery import Fresh, Nursery, Popen
 def ended(kind: type[subprocess.Popen[str]], cwd: Path, *argv: str) -> tuple[int, str, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = kind([sys.executable, "-m", "atoll", *argv], cwd=cwd, env=environment(), text=True, **pipes)
+    assert kind is Fresh or process._connection, "not forked: the environment is another than the nursery's"
     out, err = process.communicate(timeout=100)
     return process.returncode, out, err
 

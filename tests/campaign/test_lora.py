@@ -170,8 +170,7 @@ def test_an_early_guide_lies_beside_the_network(campaign: Path, tmp_path: Path) 
     load(folder / "ensemble").save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / BASE).read_bytes() == pretrain
     shutil.move(tmp_path / "saved", tmp_path / "moved")
-    again = Model.load(tmp_path / "moved")([0, 1], seed=2)
-    assert [p.tobytes() for p in again] == first
+    assert [p.tobytes() for p in Model.load(tmp_path / "moved")([0, 1], seed=2)] == first
     # In 16 bits it is another file, and cards say which.
     load(folder / "ensemble", torch_dtype=torch.bfloat16).save_pretrained(tmp_path / "short")
     short = Checkpoint(Store.open(tmp_path / "short"), "experts/0")

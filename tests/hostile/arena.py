@@ -76,8 +76,7 @@ class Arena:
         """Run a command, or with `call` a function of `calls.py`, within the arena."""
         before, log = self._beside(), self.folder.parent / f"{self.folder.name}.acts"
         faults: dict[str, list[Any]] = {"watched": [str(self.inside), str(log)]}
-        if call:
-            faults["call"] = list(call)
+        faults |= {"call": list(call)} if call else {}
         temporary = self.inside / "tmp"
         places = {"TMPDIR": "", "HF_HOME": "hub", "ATOLL_CACHE": "cache"}
         places = {name: str(temporary / folder) for name, folder in places.items()}
