@@ -584,8 +584,11 @@ def test_islands_on_two_nodes_of_ray_lose_nothing_though_some_are_killed(call: C
     assert found["islands", "processes of training"]["value"] >= 6  # 4, the router, and one again
 
 
-def test_a_quick_look_at_icons_and_at_students_measures_all_of_them(call: Callable[..., Lines]) -> None:
+def test_a_quick_look_at_icons_measures_both_cuts(call: Callable[..., Lines]) -> None:
     assert ("cut by owners", "distance of top-1 / single") in call("icons", "--quick")
+
+
+def test_a_quick_look_at_students_measures_them(call: Callable[..., Lines]) -> None:
     assert ("student", "FLOPs / monolith's") in call("distill", "--quick")
 
 

@@ -155,8 +155,7 @@ def test_a_duplicate_that_opts_out_changes_no_island(campaign: Campaign, tmp_pat
     dataset.write_values(DUPLICATES, {"name": "dedupe"}, of)
     path.write_text(f"{dataset.ids[5]}\n{dataset.ids[rows[0]]}")
     assert opt_out_stage(Campaign.open(tmp_path / "d"), path, retrain=True) == [1]
-    sides = np.where(dataset.sides == 1, 0, dataset.sides)
-    dataset.write_values("split", {"name": "other"}, sides)
+    dataset.write_values("split", {"name": "other"}, np.where(dataset.sides == 1, 0, dataset.sides))
     with pytest.raises(PartitionError, match="was split again after the partition"):
         Campaign.open(tmp_path / "d").clustered()
 

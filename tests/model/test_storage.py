@@ -114,8 +114,7 @@ def test_a_single_network_is_stored_so_too(name: str, trained: Path) -> None:
         campaign_model(Campaign.open(trained), "monolith", residency=Residency(dtype=dtype))
         for dtype in ("auto", name)
     )
-    images = [model(["0"], seed=1).images[0] for model in (plain, stored)]
-    assert dissimilarity(*images) < 0.05
+    assert dissimilarity(*(model(["0"], seed=1).images[0] for model in (plain, stored))) < 0.05
     whole = sum(weight.nbytes for weight in plain.bank.experts[0].network.parameters())
     assert stored.bank.experts.place_bytes < 0.7 * whole
     if name == "fp8":
