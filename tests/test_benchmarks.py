@@ -29,7 +29,7 @@ from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from helpers import ROOT, assembled, write_campaign
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPTS = ("benchmarks", "examples/emoji")
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
 Bench = Callable[[str], Any]
