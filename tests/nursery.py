@@ -134,7 +134,7 @@ Fresh = subprocess.Popen
 """For a process that imports everything itself."""
 _keep: list[Any] = []
 """The socket and the process that forks: collected, it would warn that it still runs."""
-_surroundings: dict[str, str] = {}
+_surroundings = dict(os.environ)
 
 
 def replace_popen() -> None:

@@ -29,7 +29,7 @@ from atoll.networks.settings import NetworkConfig
 from atoll.store.store import Store
 from helpers import ROOT, assembled, write_campaign
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SCRIPTS = ("benchmarks", "examples/emoji")
 TINY = {"depth": 1, "heads": 1, "head_width": 8, "latents": 4, "batch": 2, "pairs": 2, "threads": 1}
 Bench = Callable[[str], Any]
@@ -577,6 +577,7 @@ def test_the_engines_benchmark_compares_what_a_pool_makes_with_what_one_process_
         )
 
 
+@pytest.mark.timeout(600)
 def test_islands_on_two_nodes_of_ray_lose_nothing_though_some_are_killed(call: Callable[..., Lines]) -> None:
     pytest.importorskip("ray")
     found = call("engines", "--islands", "4")
