@@ -323,6 +323,19 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
     excess = {line["case"]: line["value"] for line in report({"Lite2": 2.0}) if "excess" in line["metric"]}
     assert excess["islands: top-1"] == pytest.approx((3 / 8 * 8 / 18) ** 0.5)
     assert len({entry.folder(tmp_path, 3) for entry in entries}) == len(entries)
+    # Beside the best of all stands the best of the same learning rate.
+    slow, quick = (
+        next(e.name for e in entries if e.single and e.rate == rate) for rate in ("0.001", "0.004")
+    )
+    islands = next(e.name for e in entries if not e.single and e.rate == "0.004")
+    found = {
+        slow: {"monolith": points(100.0, 5.0, 10.0, 20.0)},
+        quick: {"monolith": points(100.0, 6.0, 20.0, 30.0)},
+        islands: {"top-1": points(100.0, 4.0, 5.0, 10.0)},
+    }
+    over = {line["metric"]: line["value"] for line in report() if line["case"] == f"{islands}: top-1"}
+    assert over[f"Lite2, over {slow}, 95 %"] == pytest.approx(0.5)
+    assert over[f"Lite2, over {quick}, 95 %"] == pytest.approx((5 / 20 * 10 / 30) ** 0.5)
 
 
 @pytest.mark.parametrize(

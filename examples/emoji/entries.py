@@ -76,6 +76,11 @@ class Entry:
     rebalanced: bool = False
     """Whether rows of rare concepts are drawn more often: `curate.py tail`."""
 
+    @property
+    def rate(self) -> str:
+        """Of learning, as it is set last."""
+        return next(each for each in reversed(self.sets) if each.startswith("train.lr=")).partition("=")[2]
+
     def folder(self, to: Path, seed: int) -> Path:
         """Of the campaign of a seed."""
         return to / "-".join([*re.findall(r"[\w.]+", self.name), f"seed{seed}"])
@@ -121,13 +126,14 @@ ENTRIES = [
     islands(SHARED, N, *JOINT),
     replace(single(8, 0.002, N, seeds=ONE, name="single, told the cluster"), told=True),
     single(8, 0.002, LONGEST, *KEPT, *WHOLE),
+    single(8, 0.001, N, *KEPT, *WHOLE),
     *(
         single(8, rate, images, *KEPT, *WHOLE, seeds=(5,))
-        for rate in (0.001, 0.0005)
-        for images in (N, LONGEST)
+        for rate, images in ((0.001, LONGEST), (0.0005, N), (0.0005, LONGEST))
     ),
     islands(APART, LONGEST, *SLOWER, *KEPT, *WHOLE),
     *(islands(f"{APART}, rate 0.001", images, *SLOWEST, seeds=(5,)) for images in (N, LONGEST)),
+    islands(f"{SHARED}, rate 0.001", N, *JOINT, "train.lr=0.001", *WHOLE, *WEAK, seeds=(5,)),
     replace(single(8, 0.002, LONGEST, *LONG, seeds=ONE, name="single, told the cluster, bf16"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),

@@ -12,10 +12,10 @@ Each but `floor` has `--quick`. `train` makes a campaign for every entry of `ent
 trained, and joins it to the models and seeds of an earlier JSON, whose campaigns may be gone. Guidance is
 chosen on held-out pictures, for each model and seed by itself; the distance is that to the test pictures.
 The best single network is the one of the smallest held-out distance among those of the same FLOPs, over all
-seeds; ratios are within a seed, and their interval is Student's of the logarithms, beside Welch's, which does
-not pair them. `floor` measures real training pictures in a model's place; ratios are given in excess over it
-too. One choice was made after a look at the test pictures: the islands' rate was lowered to the single
-network's.
+seeds; where it learned at another rate, the best of the model's own rate is a second base. Ratios are within
+a seed, and their interval is Student's of the logarithms, beside Welch's, which does not pair them. `floor`
+measures real training pictures in a model's place; ratios are given in excess over it too. One choice was
+made after a look at the test pictures: the islands' rate was lowered to the single network's.
 
 `levers` holds every way of `guides.py` against the others, on campaigns that are trained: formulas of
 velocities that the networks already give. Ways are chosen on held-out pictures of one seed and judged on test
@@ -288,9 +288,8 @@ def report(points: Points, options: argparse.Namespace, floor: Mapping[str, floa
         rows += [
             median_row(case, value, [point["test"][value] for point in own.values()]) for value in values
         ]
-        for way in ("monolith", GUIDED):
-            over = best_single(points, own, way)
-            if over is None or (over, way) == (name, model):
+        for over, way in _bases(points, name, own):
+            if (over, way) == (name, model):
                 continue
             singles, base = points[over][way], over if way == "monolith" else f"{over}: {way}"
             for value in values:
@@ -300,7 +299,7 @@ def report(points: Points, options: argparse.Namespace, floor: Mapping[str, floa
                 mine, theirs = ([of[seed]["test"][value] for seed in own] for of in (own, singles))
                 pairs = ratios(mine, theirs)
                 kind = case if way == "monolith" else f"{case}, over {way}"
-                by_seed.setdefault(kind, {})[value] = dict(zip(own, pairs, strict=True))
+                by_seed.setdefault(kind, {}).setdefault(value, dict(zip(own, pairs, strict=True)))
                 rows.append(_interval_row(case, f"{value}, over {base}", pairs))
                 if unpaired := welch_interval(mine, theirs):
                     middle = math.exp(statistics.fmean(map(math.log, pairs)))
@@ -325,19 +324,28 @@ def in_all(points: Iterable[Point]) -> list[str]:
     return [value for value in first if all(value in other for other in others)]
 
 
-def best_single(points: Points, own: dict[int, Point], way: str = "monolith") -> str | None:
+def _bases(points: Points, name: str, own: dict[int, Point]) -> list[tuple[str, str]]:
+    """Single networks to hold an entry against, and whether guided: the best, and the best of its rate."""
+    rates = [None, *(entry.rate for entry in ENTRIES if entry.name == name)]
+    found = [(best_single(points, own, way, rate), way) for way in ("monolith", GUIDED) for rate in rates]
+    return [(over, way) for over, way in dict.fromkeys(found) if over]
+
+
+def best_single(
+    points: Points, own: dict[int, Point], way: str = "monolith", rate: str | None = None
+) -> str | None:
     """The single network of the smallest held-out distance among those of the same FLOPs and seeds, tested.
 
-    It is as it is (`monolith`), or guided by its own first milestone (`GUIDED`). Who is told the cluster does
-    not count: it is told more than the caption.
+    It is as it is (`monolith`), or guided by its own first milestone (`GUIDED`); of one learning rate, or of
+    any. Who is told the cluster does not count: it is told more than the caption.
     """
-    told = {entry.name for entry in ENTRIES if entry.told}
+    out = {entry.name for entry in ENTRIES if entry.told or rate not in (None, entry.rate)}
     spent = statistics.fmean(point["flops"] for point in own.values())
     alike = {
         name: statistics.fmean(min(models[way][seed]["all"].values()) for seed in own)
         for name, models in points.items()
         if way in models
-        and name not in told
+        and name not in out
         and all(point["test"] for point in models[way].values())
         and own.keys() <= models[way].keys()
         and abs(statistics.fmean(point["flops"] for point in models[way].values()) / spent - 1) < 0.01
