@@ -6,7 +6,7 @@
 The folders are those that examples/emoji/prepare.py and examples/icons/prepare.py write. Each campaign of
 `CASES` trains K experts that share nothing, a router, and one network of equal FLOPs, on one of `DATA`: 1,700
 to 20,000 training images, with clusters by features, by owner or at random. All are in batches of 8 at the
-emoji recipe's rate. A ratio is that of distances to the same held-out images, `top-1` over the one network. A
+rate 0.002. A ratio is that of distances to the same held-out images, `top-1` over the one network. A
 line in logarithms is fitted to the ratios (`FACTORS`), and every campaign is predicted by the line of the
 others. Two results that were measured elsewhere, by another protocol, are predicted by all.
 """

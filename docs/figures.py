@@ -38,9 +38,10 @@ OTHERS = (
     ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
     ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
     ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
-    ("half the rate", SINGLE, -19, "single, batch 8, rate 0.001, 400,000 images"),
+    ("half the rate", SINGLE, -2, "single, batch 8, rate 0.001, 400,000 images"),
+    ("pretrained, half the rate", ISLANDS, -6, "islands after shared pretraining, rate 0.001, 400,000 images"),
 )
-"""Of one seed: label, colour, the label's height over the point, and the entry."""
+"""Label, colour, the label's height over the point, and the entry; the median where there are more seeds."""
 RATIOS = (
     (0.2, "icons", "left", "icons.json", "cut by features", "distance of top-1 / single"),
     (1.3, "icons", "left", "icons-longer.json", "cut by features", "distance of top-1 / single"),
@@ -58,7 +59,23 @@ RATIOS = (
         "left",
         "headline.json",
         "islands that share nothing, rate 0.001, 400,000 images: top-1",
-        f"{JUDGE}, over {OTHERS[-1][3]}",
+        f"{JUDGE}, over {OTHERS[-2][3]}",
+    ),
+    (
+        29,
+        "half the rate, pretrained",
+        "left",
+        "headline.json",
+        f"{OTHERS[-1][3]}: top-1",
+        f"{JUDGE}, over {OTHERS[-2][3]}",
+    ),
+    (
+        29,
+        "half the rate for one",
+        "right",
+        "headline.json",
+        SHORT,
+        f"{JUDGE}, over {OTHERS[-2][3]}, 95 % unpaired",
     ),
     (43, "twice as wide", "left", "headline.json", f"{OTHERS[2][3]}: top-1", f"{JUDGE}, over {OTHERS[1][3]}"),
     (160, "emoji, 3 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 % unpaired")),
@@ -87,8 +104,9 @@ def distances(axes: Any) -> None:
         axes.annotate(label, (spent[-1], middle[-1]), **place)
     for label, colour, height, name in OTHERS:
         mark, model = ("s", "monolith") if colour == SINGLE else ("o", "top-1")
-        (point,) = known["points"][name][model].values()
-        at, value = point["flops"], point["test"][JUDGE]
+        seeds = known["points"][name][model].values()
+        at = next(iter(seeds))["flops"]
+        value = statistics.median(point["test"][JUDGE] for point in seeds)
         axes.plot([at], [value], mark, color=colour, mfc="white", ms=6)
         place = {"xytext": (8, height), "textcoords": "offset points", "color": colour}
         axes.annotate(label, (at, value), fontsize=8, **place)
