@@ -324,10 +324,8 @@ def test_the_headline_is_over_the_best_single_network_of_equal_cost(bench: Bench
     assert excess["islands: top-1"] == pytest.approx((3 / 8 * 8 / 18) ** 0.5)
     assert len({entry.folder(tmp_path, 3) for entry in entries}) == len(entries)
     # Beside the best of all stands the best of the same learning rate.
-    slow, quick = (
-        next(e.name for e in entries if e.single and e.rate == rate) for rate in ("0.001", "0.004")
-    )
-    islands = next(e.name for e in entries if not e.single and e.rate == "0.004")
+    kinds = (True, "0.001"), (True, "0.004"), (False, "0.004")
+    slow, quick, islands = (next(e.name for e in entries if (e.single, e.rate) == kind) for kind in kinds)
     found = {
         slow: {"monolith": points(100.0, 5.0, 10.0, 20.0)},
         quick: {"monolith": points(100.0, 6.0, 20.0, 30.0)},

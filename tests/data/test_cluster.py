@@ -172,8 +172,7 @@ def test_no_cluster_holds_less_than_its_smallest_share() -> None:
 
 
 def test_one_giant_cluster_is_divided() -> None:
-    draws = np.random.default_rng(0)
-    features = normalise(np.eye(1, 8) * 5 + draws.normal(size=(3000, 8)) * 0.3)
+    features = normalise(np.eye(1, 8) * 5 + np.random.default_rng(0).normal(size=(3000, 8)) * 0.3)
     bounds = ShareBounds.of(PartitionConfig(k=3, capacities=(1, 1, 1)))
     assert bounds is not None
     centroids, prices = balanced(features, np.ones(3000), fit(features, 3, 32, 0), bounds)

@@ -38,8 +38,7 @@ def test_it_knows_nothing_of_batches(rows: int, start: int, count: int, cuts: li
     bounds = sorted({0, count, *(c for c in cuts if c < count)})
     parts = [order.at(range(start + a, start + b)) for a, b in itertools.pairwise(bounds)]
     assert np.array_equal(np.concatenate(parts), whole)
-    backwards = order.at([start + i for i in reversed(range(count))])
-    assert np.array_equal(backwards[::-1], whole)
+    assert np.array_equal(order.at([start + i for i in reversed(range(count))])[::-1], whole)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -170,8 +169,7 @@ def test_steps_of_all_buckets_are_mixed() -> None:
     buckets = np.repeat([0, 1, 2], 4000)
     shapes = buckets[each_step(BucketOrder(buckets, 10, 0, "ids"), 1200)[:, 0]]
     assert abs((shapes[1:] != shapes[:-1]).mean() - 2 / 3) < 0.05
-    other = buckets[each_step(BucketOrder(buckets, 10, 1, "ids"), 1200)[:, 0]]
-    assert (shapes == other).mean() < 0.5
+    assert (shapes == buckets[each_step(BucketOrder(buckets, 10, 1, "ids"), 1200)[:, 0]]).mean() < 0.5
 
 
 def test_other_buckets_ids_and_batches_are_another_order() -> None:

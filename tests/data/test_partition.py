@@ -37,8 +37,7 @@ def dataset(whole: Path, tmp_path: Path) -> DataSet:
 
 def features(dataset: DataSet, change: np.ndarray | None = None, name: str = "features") -> Column:
     """Three directions with noise; `change` is added."""
-    draws = np.random.default_rng(0)
-    values = np.eye(3, 8)[np.arange(ROWS) % 3] + 0.1 * draws.normal(size=(ROWS, 8))
+    values = np.eye(3, 8)[np.arange(ROWS) % 3] + 0.1 * np.random.default_rng(0).normal(size=(ROWS, 8))
     values = values + (0 if change is None else change)
 
     return dataset.write_values(name, {"name": "blobs", "hash": name}, values.astype(np.float16))

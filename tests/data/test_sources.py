@@ -139,8 +139,7 @@ class TestSourceContract:
     """What every source holds to: a new one is a function of `WAYS`."""
 
     def test_rows_are_those_of_any_other(self, place: str, plain: DataSet, store: Store) -> None:
-        source = open_sources(place, CONFIG)
-        dataset = ingest(source, store, "b", CONFIG)
+        dataset = ingest(open_sources(place, CONFIG), store, "b", CONFIG)
         assert content(dataset) == content(plain)
         every = [row for style in COUNTS for row in rows(style)]
         for name, named in COLUMNS.items():

@@ -65,8 +65,7 @@ def test_ragged_states_are_the_padded_ones(encoder: TextEncoder) -> None:
 
 def test_a_caption_does_not_see_its_batch(encoder: TextEncoder) -> None:
     for caption, states in encoder.states(CAPTIONS).items():
-        alone = encoder.states([caption])[caption]
-        torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states, encoder.states([caption])[caption], rtol=1e-5, atol=1e-5)
 
 
 def test_the_empty_caption_has_states(encoder: TextEncoder) -> None:
@@ -112,8 +111,7 @@ def test_positions_of_roberta_begin_after_those_of_padding(tmp_path: Path) -> No
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     tokens = {"vocab_size": len(WORDS), "max_position_embeddings": 10, "pad_token_id": 0}
-    config = transformers.RobertaConfig(**sizes, **tokens)
-    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    transformers.RobertaModel(transformers.RobertaConfig(**sizes, **tokens)).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, start=True)
     encoder = text_encoder(str(tmp_path))
     assert encoder.max_length == 9

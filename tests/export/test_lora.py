@@ -95,8 +95,7 @@ def test_a_rank_under_the_change_keeps_a_share_of_its_norm(tmp_path: Path, run: 
             for name, up in change.items()
             if "lora_B" in name
         }
-        norm = sum(float(product.square().sum()) for product in products.values()) ** 0.5
-        shares.append(norm)
+        shares.append(sum(float(product.square().sum()) for product in products.values()) ** 0.5)
     assert shares == sorted(shares) and shares[2] == pytest.approx(shares[3], rel=1e-5)
     assert 0.3 * shares[3] < shares[0] < shares[1] < shares[2]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "expert-0"}

@@ -31,8 +31,7 @@ def test_the_same_pictures_to_the_bit(saved: Path, routing: str, budget: dict[st
     made, expected = draw(pipe, routing), draw(plain, routing)
     assert torch.equal(made.images, expected.images)
     assert torch.equal(made.routing.stacked(), expected.routing.stacked())
-    held = pipe.experts.resident()
-    assert 0 < len(held.resident) <= budget["experts"] + budget.get("prefetch", True)
+    assert 0 < len(pipe.experts.resident().resident) <= budget["experts"] + budget.get("prefetch", True)
     assert not list(pipe.experts.parameters())
     trace = expected.routing
     assert trace.router_flops == trace.router_calls * plain.card.forward_flops

@@ -76,8 +76,7 @@ def test_connections_that_are_not_in_the_tree_do_not_exist():
         below, new = {number}, {number}
         while new := {part for one in new for part in human.parts[one]}:
             below |= new
-        touched = {n for n, node in enumerate(head.nodes) if bool(node.bias.grad)}
-        assert touched == below, name
+        assert {n for n, node in enumerate(head.nodes) if bool(node.bias.grad)} == below, name
     assert [node.weight.shape[1] for node in head.nodes] == [len(parts) or 7 for parts in human.parts]
 
 
