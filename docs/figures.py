@@ -33,18 +33,15 @@ SIDES = (
     ("isolated experts", ISLANDS, "o", -18, SHORT.split(":")[0], LONG.split(":")[0]),
 )
 """Label, colour, mark, the label's height over the last point, and what was trained."""
+HALF = "single, batch 8, rate 0.001, 400,000 images"
+PRETRAINED = "islands after shared pretraining, rate 0.001, 400,000 images"
 OTHERS = (
     ("128 channels", SINGLE, -9, "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images"),
     ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
     ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
     ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
-    ("half the rate", SINGLE, -26, "single, batch 8, rate 0.001, 400,000 images"),
-    (
-        "pretrained, half the rate",
-        ISLANDS,
-        -24,
-        "islands after shared pretraining, rate 0.001, 400,000 images",
-    ),
+    ("half the rate", SINGLE, -26, HALF),
+    ("pretrained, half the rate", ISLANDS, -24, PRETRAINED),
 )
 """Label, colour, the label's height over the point, and the entry; the median where there are more seeds."""
 RATIOS = (
@@ -64,15 +61,15 @@ RATIOS = (
         "left",
         "headline.json",
         "islands that share nothing, rate 0.001, 400,000 images: top-1",
-        f"{JUDGE}, over {OTHERS[-2][3]}",
+        f"{JUDGE}, over {HALF}",
     ),
     (
         29,
         "half the rate, pretrained",
         "below",
         "headline.json",
-        f"{OTHERS[-1][3]}: top-1",
-        f"{JUDGE}, over {OTHERS[-2][3]}",
+        f"{PRETRAINED}: top-1",
+        f"{JUDGE}, over {HALF}",
     ),
     (
         29,
@@ -80,7 +77,7 @@ RATIOS = (
         "right",
         "headline.json",
         SHORT,
-        f"{JUDGE}, over {OTHERS[-2][3]}, 95 % unpaired",
+        f"{JUDGE}, over {HALF}, 95 % unpaired",
     ),
     (43, "twice as wide", "left", "headline.json", f"{OTHERS[2][3]}: top-1", f"{JUDGE}, over {OTHERS[1][3]}"),
     (160, "emoji, 3 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 % unpaired")),
