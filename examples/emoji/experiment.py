@@ -299,6 +299,7 @@ def report(points: Points, options: argparse.Namespace, floor: Mapping[str, floa
                 mine, theirs = ([of[seed]["test"][value] for seed in own] for of in (own, singles))
                 pairs = ratios(mine, theirs)
                 kind = case if way == "monolith" else f"{case}, over {way}"
+                # The best comes first, and what is kept by seed is over it.
                 by_seed.setdefault(kind, {}).setdefault(value, dict(zip(own, pairs, strict=True)))
                 rows.append(_interval_row(case, f"{value}, over {base}", pairs))
                 if unpaired := welch_interval(mine, theirs):
