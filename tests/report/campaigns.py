@@ -275,7 +275,7 @@ class Builder:
         subject = {"name": name} | ({"weights": {name: weights}} if weights else {})
         content: dict[str, Any] = {"format": "atoll/point 1", "subject": subject}
         content |= {"protocol": how | protocol, "cost": {}}
-        content["values"] = {"frechet": frechet | {"note": "the covariance is singular"}, "kid": kid}
+        content["values"] = {"frechet": frechet | {"notes": ["the covariance is singular"]}, "kid": kid}
         self.store.put_json(f"reports/evaluate/{key}.json", content)
         return self
 

@@ -66,7 +66,7 @@ class MeasuredValue(Config):
     deviation: float | None = None
     """Standard deviation over subsets or pictures; none for a single number."""
     settings: dict[str, Any] = column("What decides it beside the protocol.")
-    note: str | None = column("What a reader of the number must know beside it.", default=None)
+    notes: tuple[str, ...] = column("What a reader of the number must know with it.", default=())
 
 
 class MeasuredPoint(File):

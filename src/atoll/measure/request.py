@@ -167,6 +167,6 @@ def notes_of(results: Iterable[tuple[str, Mapping[str, MeasuredValue]]]) -> list
     holds: dict[str, list[str]] = {}
     for where, values in results:
         for name, value in values.items():
-            for note in (value.note or "").split("; ") if value.note else ():
+            for note in value.notes:
                 holds.setdefault(note, []).append(f"{name} {where}".strip())
     return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in holds.items()]

@@ -333,7 +333,7 @@ def evaluated(facts: Facts) -> list[dict[str, Any]]:
                 value = getattr(point.protocol, name)
                 row[name] = f"{value:g}" if isinstance(value, float) else value and str(value)
             rows.append(row)
-        notes = {note for p in group for v in p.values.values() if v.note for note in v.note.split("; ")}
+        notes = {note for p in group for v in p.values.values() for note in v.notes}
         table = {"first": group[0], "rows": rows, "varied": varied, "notes": sorted(notes)}
         tables.append(table | {"stale": any(stale)})
     return tables

@@ -112,7 +112,7 @@ def test_the_reference_itself_is_perfect() -> None:
     values = compute(["frechet", "precision", "recall", "kid"], HOW, REFERENCE, REFERENCE)
     assert values["frechet"].value == pytest.approx(0, abs=1e-9)
     assert values["precision"].value == values["recall"].value == 1.0
-    assert "40 samples and 40 reference pictures for 8 dimensions: so few" in values["frechet"].note
+    assert "40 samples and 40 reference pictures for 8 dimensions: so few" in values["frechet"].notes[0]
     far = compute(["precision", "recall"], HOW, Features(REFERENCE.rows + 100), REFERENCE)
     assert far["precision"].value == far["recall"].value == 0.0
 
@@ -123,17 +123,17 @@ def test_praise_of_noise_carries_a_note() -> None:
     spot = (reference[:1] + 1e-3 * draws.normal(size=(600, 8))).astype(np.float32)
     names = ["precision", "recall", "density", "coverage"]
 
-    def notes(samples: np.ndarray, of: np.ndarray) -> dict[str, str | None]:
+    def notes(samples: np.ndarray, of: np.ndarray) -> dict[str, tuple[str, ...]]:
         how = How("x", "x", 8, len(samples), len(of), 8)
         values = compute(names, how, Features(samples), Features(of))
-        return {name: values[name].note for name in names}
+        return {name: values[name].notes for name in names}
 
-    assert set(notes(draws.normal(size=(600, 8)).astype(np.float32), reference).values()) == {None}
+    assert set(notes(draws.normal(size=(600, 8)).astype(np.float32), reference).values()) == {()}
     told = notes(spot, reference)
     lone = "with a recall of 0.0017 the samples may lie near a few images, as noise does"
-    assert told == {"precision": lone, "density": lone, "recall": None, "coverage": None}
+    assert told == {"precision": (lone,), "density": (lone,), "recall": (), "coverage": ()}
     few = notes(reference[:40], reference)
-    assert set(few.values()) == {"40 pictures on a side are few: their wide neighbourhoods may hold noise"}
+    assert set(few.values()) == {("40 pictures on a side are few: their wide neighbourhoods may hold noise",)}
 
 
 def test_axes_of_other_pictures_and_fewer_of_them() -> None:

@@ -58,7 +58,7 @@ class Frechet(Metric):
             what = f"{' and '.join(few)} for {how.components} dimensions: so few make the distance larger"
             notes.append(f"{what} by themselves (compare it with one of as many, or take KID)")
         distance = frechet_of_moments(*(part for m in moments for part in (m.mean, m.covariance)))
-        return {"frechet": Value(distance, None, "; ".join(notes) or None)}
+        return {"frechet": Value(distance, None, tuple(notes))}
 
 
 class Excess(Frechet):
@@ -79,11 +79,11 @@ class Excess(Frechet):
         assert how.floor is not None
         real = how.floor.features()
         own, least = (super(Excess, self).compute(how, of, reference)["frechet"] for of in (samples, real))
-        note, count = own.note, len(real.rows)
+        notes, count = own.notes, len(real.rows)
         if count < len(samples.rows):  # of fewer pictures the distance is larger by itself
             few = f"only {count} training pictures for {len(samples.rows)} samples: the excess is too low"
-            note = f"{few}; {note}" if note else few
-        return {"frechet-excess": Value(own.value - least.value, None, note)}
+            notes = (few, *notes)
+        return {"frechet-excess": Value(own.value - least.value, None, notes)}
 
 
 METRICS = (Frechet(), Excess())

@@ -48,7 +48,7 @@ class Value(NamedTuple):
 
     value: float
     deviation: float | None = None
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Metric:

@@ -49,7 +49,7 @@ class Neighbours(Metric):
         lone = f"with a recall of {shares['recall']:.2g} the samples may lie near a few images, as noise does"
         praise = [*notes, *([lone] if shares["recall"] < LONE else [])]
         return {
-            name: Value(share, None, "; ".join(praise if name in PRAISE else notes) or None)
+            name: Value(share, None, tuple(praise if name in PRAISE else notes))
             for name, share in shares.items()
         }
 
