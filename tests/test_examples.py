@@ -6,9 +6,12 @@ import gzip
 import importlib.util
 import io
 import json
+import re
 import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,15 @@ import pytest
 from PIL import Image
 
 import atoll
-from helpers import ROOT
+from atoll.encoders.vae import autoencoder
+from helpers import ROOT, write_campaign
 from helpers_data import packed, saved
 
 RED = (255, 0, 0)
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_prepare", ROOT / f"examples/{name}/prepare.py")
+def example(name: str, script: str = "prepare") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_{script}", ROOT / f"examples/{name}/{script}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # other processes look it up by its name
@@ -155,6 +159,25 @@ def test_icons_are_drawn_on_white_with_their_set_and_licence(
     assert half.min() == 0 and (half[:16] == 255).all() and (half[16:48, :32] == 0).all()
     assert (half[16:48, 33:] == 255).all() and (half[48:] == 255).all()
     assert "no set circles" in ended(icons, monkeypatch, capsys, *argv[1:], "--sets", "circles")
+
+
+def test_an_autoencoder_goes_on_from_its_last_minute_and_loads(
+    run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    script, folder = example("emoji", "autoencoder"), tmp_path / "autoencoder"
+    campaign = write_campaign(tmp_path / "campaign", {"data": {"ingest": {"size": 32}}})
+    assert run("data", "ingest", campaign).code == 0
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=count(0, 100).__next__))
+    argv = f"autoencoder.py {campaign} --to {folder} --batch 2 --channels 4 --steps ".split()
+    for steps, seen in (("2", ["step 0", "step 1"]), ("3", ["step 2"])):
+        monkeypatch.setattr(sys, "argv", [*argv, steps])
+        script.main()
+        told = capsys.readouterr().out
+        assert re.findall(r"step \d+", told) == seen and "PSNR of" in told
+    assert autoencoder(str(folder)).encode([Image.new("RGB", (32, 32))]).shape == (1, 4, 8, 8)
 
 
 @pytest.mark.slow

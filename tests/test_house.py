@@ -444,8 +444,7 @@ def test_no_registry_is_named():
     below = [path for folder in ("src", "tests", "docs", ".ci") for path in (ROOT / folder).rglob("*")]
     files = [path for path in [*top, *below] if path.is_file() and "__pycache__" not in path.parts]
     texts = {path: path.read_text(errors="ignore") for path in files}
-    named = [(path.name, host) for path, text in texts.items() for host in HOSTS if host in text]
-    assert named == []
+    assert [(path.name, host) for path, text in texts.items() for host in HOSTS if host in text] == []
 
 
 def test_every_dependency_is_imported():

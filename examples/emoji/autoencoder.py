@@ -56,13 +56,14 @@ def main() -> None:
     network = AutoencoderTiny(
         encoder_block_out_channels=width,
         decoder_block_out_channels=width,
-        num_encoder_blocks=(1, 2, 3),
+        num_encoder_blocks=(0, 2, 3),
         num_decoder_blocks=(3, 2, 1),
     )
     # Convolutions of a CPU are a fifth faster so.
     network.to(memory_format=torch.channels_last)
     options.to.mkdir(parents=True, exist_ok=True)
     train(network, levels_of(dataset, "train"), options)
+    network.to(memory_format=torch.contiguous_format)  # as files hold it
 
     heldout, vae = levels_of(dataset, "heldout"), Autoencoder("it", network.eval().requires_grad_(False))
     latents = vae.encode([Image.fromarray(one) for one in heldout.permute(0, 2, 3, 1).numpy()])
@@ -121,7 +122,8 @@ def train(network: AutoencoderTiny, levels: Tensor, options: argparse.Namespace)
         if time.monotonic() > said + 60:
             said = time.monotonic()
             print(f"{share:4.0%}, step {step:,}: pixels {pixel:.4f}, features {seen:.3f}", flush=True)
-            save_file({**network.state_dict(), "step": torch.tensor(step + 1)}, state.with_suffix(".new"))
+            tensors = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+            save_file({**tensors, "step": torch.tensor(step + 1)}, state.with_suffix(".new"))
             state.with_suffix(".new").replace(state)
 
 

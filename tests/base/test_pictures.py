@@ -16,8 +16,7 @@ def test_to_images_maps_the_range() -> None:
 
 
 def test_every_picture_lies_in_its_cell() -> None:
-    images = [Image.new("RGB", (4, 4), (n, n, n)) for n in range(1, 8)]
-    sheet = grid(images, columns=3, pad=2, scale=3)
+    sheet = grid([Image.new("RGB", (4, 4), (n, n, n)) for n in range(1, 8)], columns=3, pad=2, scale=3)
     assert sheet.size == (3 * 14 + 2, 3 * 14 + 2)
     pixels = np.asarray(sheet)
     for n in range(7):

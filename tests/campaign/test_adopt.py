@@ -102,8 +102,7 @@ def test_its_velocity_is_the_exact_conversion(
     x = torch.randn(6, 1, 8, 8, generator=source, dtype=torch.float64)  # the state as the checkpoint knows it
     x_t = x / (alpha + sigma)
     labels = torch.tensor([0, 1, 0, 1, 0, 1])
-    eps = network(x, timestep=levels, class_labels=labels).sample[:, :1]
-    x0 = (x - sigma * eps) / alpha
+    x0 = (x - sigma * network(x, timestep=levels, class_labels=labels).sample[:, :1]) / alpha
     expected = (x_t - x0.clamp(-1, 1)) / t.view(-1, 1, 1, 1)  # of pixels; else (eps - x_t) / (1 - t)
     found = expert.velocity(x_t, t, Condition(labels=labels))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

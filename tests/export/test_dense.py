@@ -336,8 +336,7 @@ def test_what_no_stock_pipeline_runs_is_refused_before_training(tmp_path: Path, 
     write_campaign(folder, LABELS)
     refused(run("plan", folder), "DiTPipeline needs a VAE", "student.stock=false")
     write_campaign(folder, merged(TEXTS, patches))
-    words = "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false"
-    refused(run("plan", folder), *words)
+    refused(run("plan", folder), "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false")
     vae = str(small_vae(tmp_path / "vae"))
     write_campaign(folder, merged(LABELS, {"data": {"vae": vae}}))
     refused(run("launch", folder), "shifts by 0.1159")

@@ -65,8 +65,7 @@ def test_stock_software_computes_what_the_expert_does(
         if name in PIPELINES:
             kind = PIPELINES[name]
             given = {"transformer": stock, "scheduler": FlowMatchEulerDiscreteScheduler()}
-            absent = dict.fromkeys({*kind.__init__.__annotations__} - {"return", *given})
-            pipe = kind(**given, **absent)
+            pipe = kind(**given, **dict.fromkeys({*kind.__init__.__annotations__} - {"return", *given}))
             pipe.load_lora_weights(folder, subfolder="expert-0")
         else:
             PeftModel.from_pretrained(stock, folder, subfolder="expert-0")

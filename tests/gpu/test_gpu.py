@@ -209,8 +209,7 @@ def test_served_pictures_are_the_models_own(folder: Path) -> None:
     for way in ways:
         images = [event.image for event in drawn(way)]
         for mine, other in zip(images, model(["1"], 2, way).images, strict=True):
-            gap = np.abs(np.asarray(mine, np.int16) - np.asarray(other, np.int16))
-            assert np.median(gap) <= 8
+            assert np.median(np.abs(np.asarray(mine, np.int16) - np.asarray(other, np.int16))) <= 8
 
 
 @both

@@ -329,8 +329,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
 
         # One at a time, where no more may be on the device.
         one = ["sampling.residency.experts=1", "sampling.residency.prefetch=false"]
-        few = TrainingCurve(CommonSetup(Campaign.open(made, one)))
-        bank = few.candidate(stage, "top-1").model.bank
+        bank = TrainingCurve(CommonSetup(Campaign.open(made, one))).candidate(stage, "top-1").model.bank
         states = torch.rand(4, 1, 8, 8), torch.rand(4), Condition(labels=torch.tensor([0, 1, 0, 1]))
         assert bank.capacity == 1 and isinstance(bank.experts, ResidentExperts)
         with torch.inference_mode():
@@ -530,8 +529,7 @@ def test_correlations_have_known_answers() -> None:
     found = correlations(one, other)
     assert found[:2] == pytest.approx([1, -1]) and found[2] == pytest.approx(0, abs=1e-12)
     assert np.isnan(found[3]) and found[4] == pytest.approx(0, abs=1e-12)
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 5, 30))
+    a, b = np.random.default_rng(0).normal(size=(2, 5, 30))
     expected = [np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)]
     assert correlations(a, b) == pytest.approx(expected, abs=1e-12)
     dark = np.array([[0, 255, 0, 255]], dtype=np.uint8)

@@ -157,8 +157,7 @@ def test_rows_sum_to_one_and_missing_experts_get_nothing(name: str, data: st.Dat
     u = data.draw(st.lists(st.floats(0, last), min_size=routing.uniforms, max_size=4))
     u += [last] * (routing.uniforms - len(u))
     kept = logits.clone()
-    given_uniforms = torch.tensor(u, dtype=dtype).expand(len(logits), -1)
-    w = route(routing, logits, given_uniforms)
+    w = route(routing, logits, torch.tensor(u, dtype=dtype).expand(len(logits), -1))
     assert w.dtype == dtype and w.shape == logits.shape
     assert (w >= 0).all()
     torch.testing.assert_close(
@@ -186,8 +185,7 @@ def test_draws_follow_the_router(name: str) -> None:
     routing, n = Routing.named(name), 20_000
     uniforms = torch.rand(n, routing.uniforms, generator=torch.Generator().manual_seed(7))
     counts = route(routing, P.log().expand(n, -1), uniforms).sum(0) * routing.uniforms
-    expected = P[0] * n * routing.uniforms
-    assert chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-3
+    assert chisquare(counts.numpy(), (P[0] * n * routing.uniforms).numpy()).pvalue > 1e-3
 
 
 def test_a_broken_router_is_not_hidden() -> None:

@@ -139,8 +139,7 @@ def test_sd3_without_padding_is_diffusers_own_computation(dual: bool) -> None:
     cond, x = Condition(text=text, mask=torch.ones(B, 5, dtype=torch.bool)), noise(B)
     ours = call("sd3", network, cond, x)
     network.set_attn_processor(JointAttnProcessor2_0())  # type: ignore[operator]
-    times = torch.linspace(0, 1, B) * 1000
-    theirs = network(x, text, torch.zeros(B, 2048), times).sample
+    theirs = network(x, text, torch.zeros(B, 2048), torch.linspace(0, 1, B) * 1000).sample
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -28,8 +28,7 @@ def test_logits_depend_on_picture_time_and_condition(shape: DataShape) -> None:
         assert differ(logits, network(x, T, conditions(B, shape, 1)))
         assert differ(logits, network(x, T, null(shape).expand(B)))
     if shape is CLASSES:
-        other = Condition(labels=(cond.labels + 1) % 4)  # type: ignore[operator]
-        assert differ(logits, network(x, T, other))
+        assert differ(logits, network(x, T, Condition(labels=(cond.labels + 1) % 4)))  # type: ignore[operator]
 
 
 def test_no_label_is_the_null_label() -> None:

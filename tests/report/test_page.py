@@ -199,8 +199,7 @@ def test_what_a_comparison_says_of_itself_is_told(
 ):
     if distance := fields.get("rows"):
         monolith = {"name": "monolith", "distance": 20.0, "gflops_per_step": 0.5}
-        once = {"name": "once", "distance": distance, "gflops_per_step": 2.0}
-        fields = {"rows": [monolith, once]}
+        fields = {"rows": [monolith, {"name": "once", "distance": distance, "gflops_per_step": 2.0}]}
     assert words not in page.text() and words in Page.of(whole.compare(**fields)).text()
 
 

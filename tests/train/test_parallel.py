@@ -27,8 +27,7 @@ def test_every_process_takes_as_many_parts(batch: int, size: int, micro: int | N
     parts = [step.parts(100) for step in steps]
     assert len({(len(own), step.at_once) for own, step in zip(parts, steps, strict=True)}) == 1
     assert list(itertools.chain(*itertools.chain(*parts))) == list(range(100, 100 + batch))
-    longest = max(len(part) for own in parts for part in own)
-    assert longest <= (micro or batch) + (micro == 1)
+    assert max(len(part) for own in parts for part in own) <= (micro or batch) + (micro == 1)
     for step, own in zip(steps, parts, strict=True):
         assert all(len(part) > 0 for part in own)
         assert sum(step.weight(part) for part in own) / size == pytest.approx(sum(map(len, own)) / batch)

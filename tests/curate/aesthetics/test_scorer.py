@@ -67,8 +67,7 @@ def test_the_published_scale_is_its_tree():
 def test_connections_that_are_not_in_the_tree_do_not_exist():
     human = Scale.load("human")
     head = ExpertHead(human, 7)
-    state = torch.randn(2, 7, requires_grad=True)
-    scores = head(state)
+    scores = head(torch.randn(2, 7, requires_grad=True))
     assert scores.shape == (2, 12)
     for number, name in enumerate(human.names):
         head.zero_grad(set_to_none=True)

@@ -77,8 +77,7 @@ def test_a_linear_flow_has_the_numbers_of_its_slope(slope: float, guidance: floa
 
 
 def test_a_change_of_expert_counts_for_the_ends_and_not_for_the_field() -> None:
-    model = Bank([Linear(0, 1), Linear(0, -1)], Restless())
-    line, path = measured(model, routing="top-1")
+    line, path = measured(Bank([Linear(0, 1), Linear(0, -1)], Restless()), routing="top-1")
     assert [(row["lipschitz"], row["foreseen"]) for row in path] == [(0.0, 1.0)] * STEPS
     assert line["sensitivity"] > 10  # some steps of 1 / 4 either way, from a nudge of 0.01
     one = Bank([Linear(0, 1)], type("Sure", (), {"logits": lambda *a: torch.zeros(len(a[1]), 1)})())

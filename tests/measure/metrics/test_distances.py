@@ -69,8 +69,7 @@ def test_kid_is_unbiased() -> None:
     found = kid(x[:2000], x[2000:], subsets=60, size=100)
     assert found.deviation is not None
     assert abs(found.value) < 4 * found.deviation / np.sqrt(20)
-    far = kid(x[:2000], x[2000:] + np.float32(0.5), subsets=20, size=100)
-    assert far.value > 10 * abs(found.value)
+    assert kid(x[:2000], x[2000:] + np.float32(0.5), subsets=20, size=100).value > 10 * abs(found.value)
 
 
 def test_subsets_are_those_of_the_seed() -> None:
@@ -177,9 +176,7 @@ def test_numbers_that_are_none_are_refused(bad: float) -> None:
 
 
 def test_components_are_those_of_largest_variance() -> None:
-    draws = np.random.default_rng(0)
-    scales = np.array([0.1, 5.0, 0.5, 2.0])
-    x = draws.normal(size=(5000, 4)) * scales + 7
+    x = np.random.default_rng(0).normal(size=(5000, 4)) * [0.1, 5.0, 0.5, 2.0] + 7
     projection = Projection.fit(x, 2)
     assert projection.axes.shape == (4, 2)
     np.testing.assert_allclose(np.abs(projection.axes.T), [[0, 1, 0, 0], [0, 0, 0, 1]], atol=0.05)

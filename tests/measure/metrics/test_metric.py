@@ -41,8 +41,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_new_metric_is_one_file(own: None) -> None:
     assert parse("means,frechet", "dinov2") == ["means", "frechet"] and "means" in parse("all", "dinov2")
-    shifted = Features(REFERENCE.rows + 2)
-    value = compute(["means"], HOW, shifted, REFERENCE)["means"]
+    value = compute(["means"], HOW, Features(REFERENCE.rows + 2), REFERENCE)["means"]
     assert value.value == pytest.approx(4 * 16, rel=1e-5)
     assert value.label == "means" and value.settings == {} and value.deviation is None
 
