@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.base.errors import AtollError
 from atoll.campaign.folder import Campaign
 from atoll.data.dataset import DataSet
 from atoll.encoders.vae import Autoencoder
@@ -52,7 +53,11 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=32)
     options = parser.parse_args()
     torch.manual_seed(0)
-    dataset, width = Campaign.open(options.campaign).dataset(), (options.channels,) * 3
+    try:
+        dataset = Campaign.open(options.campaign).dataset()
+    except AtollError as error:
+        parser.error(str(error))
+    width = (options.channels,) * 3
     network = AutoencoderTiny(
         encoder_block_out_channels=width,
         decoder_block_out_channels=width,
