@@ -42,7 +42,7 @@ AROUND = {
 CEILINGS: dict[str, float] = {
     # Lines. What was signed for: core 18,300, measure 3,700, report 1,450, export 1,430, serve 1,330,
     # curate 2,550, tests 20,000, benchmarks 3,600.
-    "core": 25_040,
+    "core": 25_039,
     "measure": 4_055,
     "report": 1_689,
     "export": 1_745,

@@ -44,7 +44,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from entries import APART, ENTRIES, KEPT, SPLIT, UNSHARED, Entry, flops, published, tell, train
+from entries import APART, ENTRIES, KEPT, SHARED, SPLIT, UNSHARED, Entry, flops, published, tell, train
 from guides import WAYS, Bench
 from harness import (
     TINY,
@@ -147,8 +147,11 @@ def headline(options: argparse.Namespace, scratch: Path) -> None:
         for entry, seed in _seeds(entries):
             source, data = options.source, options.to / "data"
             if entry.told:
-                made = (each.folder(options.to, seed) for each in ENTRIES if each.name.startswith(APART))
-                islands = next(folder for folder in made if (folder / "partition/partition.json").exists())
+                cut = [each for each in ENTRIES if each.name.startswith((APART, SHARED))]
+                made = (each.folder(options.to, seed) for each in cut)
+                islands = next((each for each in made if (each / "partition/partition.json").exists()), None)
+                if islands is None:
+                    options.error(f"{entry.name}: train islands of seed {seed} first, for clusters")
                 source, data = options.to / f"told-{seed}", options.to / f"told-data-{seed}"
                 tell(options.source, islands, source)
             if entry.rebalanced:

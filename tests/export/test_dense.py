@@ -209,8 +209,7 @@ def test_a_student_runs_where_there_is_no_atoll(
         cond, null = (Condition(labels=torch.tensor([label])) for label in (0, 2))
     elif name != "nothing":
         cond, null = prompt_and_null(str(folder.parent / "text"))
-    guidance = 1.0 if name == "nothing" else GUIDANCE
-    euler, same = own_pictures(folder, cond, null, vae, guidance)
+    euler, same = own_pictures(folder, cond, null, vae, 1.0 if name == "nothing" else GUIDANCE)
     assert picture.shape == euler.shape and picture.std() > 5
     if "network" not in student.settings or student.settings["network"]["family"] == "pixart":
         assert np.abs(picture - same).max() <= 1

@@ -162,6 +162,7 @@ def test_the_data_set_is_made_by_jobs_where_they_are_asked_for(tmp_path: Path, r
 def test_what_can_never_run_is_refused_before_the_data_are_made(tmp_path: Path, run: Run) -> None:
     folder = write_campaign(tmp_path / "c")
     refused(run("launch", folder, "--set", "launch.gpus=64"), "asks for 64 GPUs", "launch.on")
+    refused(run("launch", folder, "--set", "data.vae=nowhere"), "cannot load the VAE 'nowhere'")
     assert not (folder / "data").exists()
 
 

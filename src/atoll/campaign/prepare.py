@@ -48,12 +48,11 @@ def ingest_stage(campaign: Campaign, part: Part | None = None) -> None:
     if source is None:
         what = f"{path} is not a data set and data.source is not set"
         raise DataError(what, "set it: --set data.source=FOLDER")
-    # Latents of several shapes that a network could not take are refused before they are made.
-    if config.data.ingest.buckets is not None:
+    # An encoder that is missing, and latents that no network takes, are refused before hours of work.
+    if not campaign.has_dataset():
         shape = data_spec(campaign).shape
         check_sides("router", config.router.patch, shape.latents)
-        for number in range(config.partition.k):
-            network = config.island(number)[0]
+        for network, _ in map(config.island, range(config.partition.k)):
             check_sides(network.family, network.patch, shape.latents)
     opened, store = open_sources(source, config.data.ingest), Store.open(path, create=True)
     # A finished data set is left as it is: the job then only compares source and settings with it.
