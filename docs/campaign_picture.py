@@ -31,11 +31,11 @@ def main(folder: str, target: Path, names: list[str]) -> None:
     sheet(rows, prompts, target)
 
 
-def sheet(rows: Mapping[str, Sequence[Any]], captions: Sequence[str], target: Path) -> None:
+def sheet(rows: Mapping[str, Sequence[Any]], captions: Sequence[str], target: Path, dpi: float = 100) -> None:
     """Write rows of pictures by their label as one picture, with the captions below."""
     below = 0.56
     height = 1.02 * len(rows) + below
-    figure = Figure(figsize=(1.05 * len(captions), height), dpi=100)
+    figure = Figure(figsize=(1.05 * len(captions), height), dpi=dpi)
     axes = figure.subplots(len(rows), len(captions), squeeze=False)
     for line, (label, images) in zip(axes, rows.items(), strict=True):
         for cell, image in zip(line, images, strict=True):

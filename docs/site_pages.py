@@ -19,6 +19,7 @@ BESIDE = {
     "SECURITY.md": "reporting.md",
     "examples/emoji/README.md": "examples/emoji.md",
     "examples/emoji/same-noise.png": "examples/same-noise.png",
+    "examples/emoji/same-noise-64.png": "examples/same-noise-64.png",
     "examples/icons/README.md": "examples/icons.md",
     "examples/quickstart.ipynb": "examples/quickstart.ipynb",
 }

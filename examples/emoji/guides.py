@@ -135,8 +135,8 @@ class GuidedSampler(Sampler):
 class GuidedByThemselves(Model):
     """Experts of which each leads away from what it was itself, `earlier`, by number."""
 
-    def __init__(self, *rest: Any, earlier: Sequence[Denoiser]) -> None:
-        super().__init__(*rest)
+    def __init__(self, *rest: Any, earlier: Sequence[Denoiser], **more: Any) -> None:
+        super().__init__(*rest, **more)
         self.earlier = earlier
 
     def generate(
@@ -259,7 +259,7 @@ class Bench:
         other = Checkpoint.of_run(Campaign.open(str(self.router)).store, "router")
         bank, weights = known.model.bank, {**known.weights, "router": other.card.weights_sha256}
         routed = Bank(bank.experts, other.router(), bank.missing, bank.costs, bank.pretrain)
-        return replace(known, weights=weights, model=Model(routed, known.model.card))
+        return replace(known, weights=weights, model=Model(routed, known.model.card, vae=known.model.vae))
 
     @cached_property
     def conditions(self) -> RowConditions:
@@ -318,9 +318,9 @@ class Bench:
             return self.candidate
         runs = experts_of(self.campaign.config.partition.k) if self.name == "ensemble" else [self.whole]
         means = [mean([earlier(self.campaign, run, -n)[0] for n in range(1, last + 1)]) for run in runs]
-        bank = self.candidate.model.bank
-        averaged = Model(Bank(means, bank.router, pretrain=bank.pretrain), self.candidate.model.card)
-        return replace(self.candidate, model=averaged)
+        model = self.candidate.model
+        bank = Bank(means, model.bank.router, pretrain=model.bank.pretrain)
+        return replace(self.candidate, model=Model(bank, model.card, vae=model.vae))
 
     def measured(self, way: Way) -> dict[str, float]:
         """Metrics of a way; `LookupError` where the campaign has not what it takes."""

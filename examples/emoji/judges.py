@@ -69,7 +69,8 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
         runs = experts_of(campaign.config.partition.k)
         guides, digests = zip(*(earlier(campaign, run) for run in runs), strict=True)
         was = {f"{run.folder} was": digest for run, digest in zip(runs, digests, strict=True)}
-        apart = GuidedByThemselves(ensemble.model.bank, ensemble.model.card, earlier=guides)
+        known = ensemble.model
+        apart = GuidedByThemselves(known.bank, known.card, vae=known.vae, earlier=guides)
         return Candidate("ensemble", {**ensemble.weights, **was}, apart)
     if model != GUIDED:
         return published(campaign, model, device)
@@ -77,7 +78,7 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
     guide, digest = earlier(campaign, Run("monolith"))
     weights = {"experts/0": monolith.card.weights_sha256, "experts/pretrain": digest}
     both = Bank(monolith.bank.experts, Alone(), pretrain=guide)
-    return Candidate("ensemble", weights, Model(both, monolith.card, device))
+    return Candidate("ensemble", weights, Model(both, monolith.card, device, vae=monolith.vae))
 
 
 @dataclass(frozen=True)

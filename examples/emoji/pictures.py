@@ -1,17 +1,24 @@
 """Test pictures, and what models made of their captions from the same noise, as one PNG.
 
     python examples/emoji/pictures.py same-noise.png --folder headline --seed 4 [--count 12]
+    python examples/emoji/pictures.py same-noise-64.png --campaign campaigns/emoji-64 --guidances 4 4 3 3 \\
+        --captions examples/emoji/captions.txt
 
-It reads the albums that `experiment.py measure` has kept of the campaigns of 160 epochs, each at the guidance
-that was best on held-out pictures, and takes the first captions: none is chosen.
+The first reads the albums that `experiment.py measure` has kept of the campaigns of 160 epochs, each at the
+guidance that was best on held-out pictures, and takes the first captions: none is chosen. The second draws
+what one campaign makes of held-out captions, the first or those of a file: `captions.txt` has those of the
+first picture.
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from entries import APART, ENTRIES, LONGEST
+from judges import GUIDED, candidate_of
 from PIL import Image
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # a script finds its own folder only
@@ -19,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # a script f
 from campaign_picture import sheet
 
 from atoll.campaign.folder import Campaign
-from atoll.measure.models import RowConditions, published, samples_of
+from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
 
 SINGLE = f"single, batch 8, rate 0.002, {LONGEST:,} images"
 ROWS = (
@@ -31,25 +38,80 @@ ROWS = (
 )
 """Label, entry and album. Autoguidance is by what a network was after an eighth of its training."""
 
+OWN = (
+    ("one network", "monolith", None),
+    ("experts, top-1", "ensemble", "top-1"),
+    ("one network, autoguidance", GUIDED, "once null pretrain"),
+    ("experts, autoguidance", "ensemble", "once null pretrain"),
+)
+"""Label, model and routing: what a campaign with shared pretraining and a single network draws."""
+
+Rows = dict[str, list[Image.Image]]
+
 
 def main() -> None:
     """Draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", type=Path, help="the PNG")
-    parser.add_argument("--folder", type=Path, required=True, help="of the campaigns")
+    parser.add_argument("--folder", type=Path, help="of the campaigns of 160 epochs")
     parser.add_argument("--seed", type=int, default=4)
+    parser.add_argument("--campaign", type=Path, help="the one campaign")
+    parser.add_argument("--guidances", type=float, nargs=len(OWN), default=[2.0] * len(OWN), help="by row")
+    parser.add_argument("--captions", type=Path, help="a file of captions, one a line, for the campaign")
     parser.add_argument("--count", type=int, default=12)
     options = parser.parse_args()
+    if not (options.folder or options.campaign):
+        parser.error("give --folder or --campaign")
+    rows, captions = (of_campaign if options.campaign else of_longest)(options)
+    # Two to three screen pixels for each of the picture's.
+    sheet(rows, captions, options.target, 100 if options.folder else 180)
+
+
+def of_longest(options: argparse.Namespace) -> tuple[Rows, list[str]]:
+    """Of the campaigns of 160 epochs."""
     folders = {entry.name: entry.folder(options.folder, options.seed) for entry in ENTRIES}
-    campaign = Campaign.open(folders[SINGLE])
-    card = published(campaign, "monolith", torch.device("cpu")).model.card
-    samples = samples_of(campaign, campaign.dataset(), "test", card)
-    conditions = RowConditions.drawn(campaign, samples, "test", options.count, 0)
-    rows = {"test image": [samples.dataset.image(int(row)) for row in samples.rows[conditions.index]]}
+    conditions = _conditions(Campaign.open(folders[SINGLE]), "test", options.count)
+    rows = _real(conditions)
     for label, entry, album in ROWS:
         place = folders[entry] / "reports" / "album" / album / "0"
         rows[label] = [Image.open(place / f"{number:05}.png") for number in range(options.count)]
-    sheet(rows, conditions.captions(), options.target)
+    return rows, conditions.captions()
+
+
+def of_campaign(options: argparse.Namespace) -> tuple[Rows, list[str]]:
+    """Of one campaign, drawn here."""
+    campaign = Campaign.open(options.campaign)
+    conditions = _conditions(campaign, "heldout", options.count)
+    if options.captions:
+        everything = np.arange(len(conditions.samples))
+        known = replace(conditions, index=everything, clusters=everything).captions()
+        wanted = options.captions.read_text().splitlines()
+        if strange := {*wanted} - {*known}:
+            raise SystemExit(f"no held-out image has the caption {min(strange)!r}")
+        rows = np.array([known.index(caption) for caption in wanted])
+        clusters = campaign.clustered()[1].clusters[conditions.samples.rows[rows]]
+        conditions = replace(conditions, index=rows, clusters=clusters)
+    drawn = _real(conditions)
+    for (label, model, routing), guidance in zip(OWN, options.guidances, strict=True):
+        how = {"routing": routing} if routing else {}
+        generation = generation_of(campaign).with_(steps=20, guidance=guidance, seed=0, **how)
+        source = Drawn(candidate_of(campaign, model), generation, conditions)
+        every = range(len(conditions))
+        batches = source.batches(every, 250)  # of one expert each
+        made = {n: p for batch in batches for n, p in zip(batch.numbers, batch.pictures, strict=True)}
+        drawn[label] = [made[number] for number in every]
+    return drawn, conditions.captions()
+
+
+def _conditions(campaign: Campaign, split: str, count: int) -> RowConditions:
+    card = published(campaign, "monolith", torch.device("cpu")).model.card
+    samples = samples_of(campaign, campaign.dataset(), split, card)
+    return RowConditions.drawn(campaign, samples, split, count, 0)
+
+
+def _real(conditions: RowConditions) -> Rows:
+    images = [conditions.samples.dataset.image(int(n)) for n in conditions.samples.rows[conditions.index]]
+    return {f"{conditions.split.replace('heldout', 'held-out')} image": images}
 
 
 if __name__ == "__main__":
