@@ -118,6 +118,8 @@ APART_ONCE = [
 ]
 TWICE = ("train.lr=0.001", "network.heads=6", *FAST)
 """The width, with the rate of a single network of it."""
+FASTER = f"islands={json.dumps({k: {'train': {'lr': 0.002}} for k in range(8)})}"
+"""Experts at twice the rate of what they start from."""
 ENTRIES = [
     *(single(batch, rate, 100_000, *LONG, seeds=(0,), name="single, bf16") for batch, rate in BATCHES),
     single(8, 0.002, N, *KEPT),
@@ -134,6 +136,7 @@ ENTRIES = [
     islands(APART, LONGEST, *SLOWER, *KEPT, *WHOLE),
     *(islands(f"{APART}, rate 0.001", images, *SLOWEST, seeds=(5,)) for images in (N, LONGEST)),
     islands(f"{SHARED}, rate 0.001", N, *JOINT, "train.lr=0.001", *WHOLE, *WEAK),
+    islands(f"{SHARED} at the rate 0.001", N, *JOINT, "train.lr=0.001", FASTER, *WHOLE, *WEAK, seeds=(5,)),
     replace(single(8, 0.002, LONGEST, *KEPT, *WHOLE, seeds=(5,), name="single, told the cluster"), told=True),
     single(64, 0.004, LONGEST, *LONG, seeds=ONE, name="single, bf16"),
     islands(f"{APART}, equal compute, bf16", LONGEST, *SLOWER, *FAST, "budget.compute=equal", seeds=ONE),
