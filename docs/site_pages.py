@@ -18,6 +18,7 @@ BESIDE = {
     "CODE_OF_CONDUCT.md": "conduct.md",
     "SECURITY.md": "reporting.md",
     "examples/emoji/README.md": "examples/emoji.md",
+    "examples/emoji/reconstructed.png": "examples/reconstructed.png",
     "examples/emoji/same-noise.png": "examples/same-noise.png",
     "examples/emoji/same-noise-64.png": "examples/same-noise-64.png",
     "examples/icons/README.md": "examples/icons.md",

@@ -135,8 +135,8 @@ class GuidedSampler(Sampler):
 class GuidedByThemselves(Model):
     """Experts of which each leads away from what it was itself, `earlier`, by number."""
 
-    def __init__(self, *rest: Any, earlier: Sequence[Denoiser], **more: Any) -> None:
-        super().__init__(*rest, **more)
+    def __init__(self, model: Model, earlier: Sequence[Denoiser]) -> None:
+        super().__init__(model.bank, model.card, model.device, vae=model.vae)
         self.earlier = earlier
 
     def generate(
@@ -146,6 +146,11 @@ class GuidedByThemselves(Model):
         way = Way("own milestone 1", (generation or self.generation).guidance)
         how["sampler"] = partial(GuidedSampler, way, self.earlier)
         return super().generate(conditions, generation, *rest, **how)
+
+
+def with_bank(model: Model, bank: Bank) -> Model:
+    """The model with other networks, and its own autoencoder, which may be a folder of the campaign."""
+    return Model(bank, model.card, model.device, vae=model.vae)
 
 
 def earlier(campaign: Campaign, run: Run, number: int = 0) -> tuple[Expert, str]:
@@ -259,7 +264,7 @@ class Bench:
         other = Checkpoint.of_run(Campaign.open(str(self.router)).store, "router")
         bank, weights = known.model.bank, {**known.weights, "router": other.card.weights_sha256}
         routed = Bank(bank.experts, other.router(), bank.missing, bank.costs, bank.pretrain)
-        return replace(known, weights=weights, model=Model(routed, known.model.card, vae=known.model.vae))
+        return replace(known, weights=weights, model=with_bank(known.model, routed))
 
     @cached_property
     def conditions(self) -> RowConditions:
@@ -320,7 +325,7 @@ class Bench:
         means = [mean([earlier(self.campaign, run, -n)[0] for n in range(1, last + 1)]) for run in runs]
         model = self.candidate.model
         bank = Bank(means, model.bank.router, pretrain=model.bank.pretrain)
-        return replace(self.candidate, model=Model(bank, model.card, vae=model.vae))
+        return replace(self.candidate, model=with_bank(model, bank))
 
     def measured(self, way: Way) -> dict[str, float]:
         """Metrics of a way; `LookupError` where the campaign has not what it takes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from guides import GuidedByThemselves, earlier
+from guides import GuidedByThemselves, earlier, with_bank
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -33,7 +33,6 @@ from atoll.measure.pictures import Features, Folder, Rows, extraction
 from atoll.measure.points import evaluate
 from atoll.model.bank import Bank
 from atoll.model.generation import Generation
-from atoll.model.model import Model
 
 JUDGES: dict[str, dict[str, Any]] = {
     **{
@@ -69,16 +68,14 @@ def candidate_of(campaign: Campaign, model: str) -> Candidate:
         runs = experts_of(campaign.config.partition.k)
         guides, digests = zip(*(earlier(campaign, run) for run in runs), strict=True)
         was = {f"{run.folder} was": digest for run, digest in zip(runs, digests, strict=True)}
-        known = ensemble.model
-        apart = GuidedByThemselves(known.bank, known.card, vae=known.vae, earlier=guides)
-        return Candidate("ensemble", {**ensemble.weights, **was}, apart)
+        return Candidate("ensemble", {**ensemble.weights, **was}, GuidedByThemselves(ensemble.model, guides))
     if model != GUIDED:
         return published(campaign, model, device)
     monolith = published(campaign, "monolith", device).model
     guide, digest = earlier(campaign, Run("monolith"))
     weights = {"experts/0": monolith.card.weights_sha256, "experts/pretrain": digest}
     both = Bank(monolith.bank.experts, Alone(), pretrain=guide)
-    return Candidate("ensemble", weights, Model(both, monolith.card, device, vae=monolith.vae))
+    return Candidate("ensemble", weights, with_bank(monolith, both))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from entries import APART, ENTRIES, LONGEST
+from guides import Bench
 from judges import GUIDED, candidate_of
 from PIL import Image
 
@@ -25,8 +25,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))  # a script f
 
 from campaign_picture import sheet
 
-from atoll.campaign.folder import Campaign
-from atoll.measure.models import Drawn, RowConditions, generation_of, published, samples_of
+from atoll.base.errors import AtollError, ConfigError
+from atoll.measure.models import Drawn, RowConditions, generation_of
 
 SINGLE = f"single, batch 8, rate 0.002, {LONGEST:,} images"
 ROWS = (
@@ -53,16 +53,18 @@ def main() -> None:
     """Draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", type=Path, help="the PNG")
-    parser.add_argument("--folder", type=Path, help="of the campaigns of 160 epochs")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--folder", type=Path, help="of the campaigns of 160 epochs")
+    what.add_argument("--campaign", type=Path, help="the one campaign")
     parser.add_argument("--seed", type=int, default=4)
-    parser.add_argument("--campaign", type=Path, help="the one campaign")
     parser.add_argument("--guidances", type=float, nargs=len(OWN), default=[2.0] * len(OWN), help="by row")
     parser.add_argument("--captions", type=Path, help="a file of captions, one a line, for the campaign")
     parser.add_argument("--count", type=int, default=12)
     options = parser.parse_args()
-    if not (options.folder or options.campaign):
-        parser.error("give --folder or --campaign")
-    rows, captions = (of_campaign if options.campaign else of_longest)(options)
+    try:
+        rows, captions = (of_campaign if options.campaign else of_longest)(options)
+    except (AtollError, OSError) as error:
+        parser.error(str(error))
     # Two to three screen pixels for each of the picture's.
     sheet(rows, captions, options.target, 100 if options.folder else 180)
 
@@ -70,7 +72,7 @@ def main() -> None:
 def of_longest(options: argparse.Namespace) -> tuple[Rows, list[str]]:
     """Of the campaigns of 160 epochs."""
     folders = {entry.name: entry.folder(options.folder, options.seed) for entry in ENTRIES}
-    conditions = _conditions(Campaign.open(folders[SINGLE]), "test", options.count)
+    conditions = Bench(folders[SINGLE], "monolith", options.count, "test").conditions
     rows = _real(conditions)
     for label, entry, album in ROWS:
         place = folders[entry] / "reports" / "album" / album / "0"
@@ -80,16 +82,16 @@ def of_longest(options: argparse.Namespace) -> tuple[Rows, list[str]]:
 
 def of_campaign(options: argparse.Namespace) -> tuple[Rows, list[str]]:
     """Of one campaign, drawn here."""
-    campaign = Campaign.open(options.campaign)
-    conditions = _conditions(campaign, "heldout", options.count)
+    bench = Bench(options.campaign, "monolith", options.count, "heldout")
+    campaign, conditions = bench.campaign, bench.conditions
     if options.captions:
-        everything = np.arange(len(conditions.samples))
-        known = replace(conditions, index=everything, clusters=everything).captions()
-        wanted = options.captions.read_text().splitlines()
-        if strange := {*wanted} - {*known}:
-            raise SystemExit(f"no held-out image has the caption {min(strange)!r}")
+        samples, wanted = conditions.samples, options.captions.read_text().splitlines()
+        known = samples.dataset.take(samples.rows).column("caption").to_pylist()
+        if not wanted or (strange := {*wanted} - {*known}):
+            what = f"no held-out image has the caption {min(strange)!r}" if wanted else "there is no caption"
+            raise ConfigError(f"{options.captions}: {what}", "give captions of held-out images, one a line")
         rows = np.array([known.index(caption) for caption in wanted])
-        clusters = campaign.clustered()[1].clusters[conditions.samples.rows[rows]]
+        clusters = campaign.clustered()[1].clusters[samples.rows[rows]]
         conditions = replace(conditions, index=rows, clusters=clusters)
     drawn = _real(conditions)
     for (label, model, routing), guidance in zip(OWN, options.guidances, strict=True):
@@ -101,12 +103,6 @@ def of_campaign(options: argparse.Namespace) -> tuple[Rows, list[str]]:
         made = {n: p for batch in batches for n, p in zip(batch.numbers, batch.pictures, strict=True)}
         drawn[label] = [made[number] for number in every]
     return drawn, conditions.captions()
-
-
-def _conditions(campaign: Campaign, split: str, count: int) -> RowConditions:
-    card = published(campaign, "monolith", torch.device("cpu")).model.card
-    samples = samples_of(campaign, campaign.dataset(), split, card)
-    return RowConditions.drawn(campaign, samples, split, count, 0)
 
 
 def _real(conditions: RowConditions) -> Rows:
