@@ -361,7 +361,7 @@ def test_experts_that_are_guided_by_what_they_are_have_their_own_null_branch(
 ) -> None:
     model, plain = Model.load(Store.open(small_ensemble)), Generation(guidance=2.5, steps=3, seed=5)
     experts, kind = model.bank.experts, bench("guides").GuidedByThemselves
-    guided, other = (kind(model.bank, model.card, earlier=way) for way in (experts, experts[::-1]))
+    guided, other = (kind(model, way) for way in (experts, experts[::-1]))
     assert torch.allclose(latents(model, plain), latents(guided, plain), atol=1e-5)
     assert not torch.allclose(latents(model, plain), latents(other, plain), atol=1e-5)
 
