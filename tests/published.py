@@ -146,8 +146,7 @@ def pictures(path: Path, rows: int = 24, wide: bool = False) -> Path:
     """A parquet file of captioned pictures with labels up to 999; every other one may be twice as wide."""
     source, table = np.random.default_rng(0), dict[str, list[Any]](image=[], text=[], label=[])
     for row in range(rows):
-        width = SIZE * (1 + (wide and row % 2))
-        pixels = source.integers(0, 255, (SIZE, width, 3), dtype=np.uint8)
+        pixels = source.integers(0, 255, (SIZE, SIZE * (1 + (wide and row % 2)), 3), dtype=np.uint8)
         table["image"].append(saved(Image.fromarray(pixels)))
         table["text"].append(CAPTIONS[row % len(CAPTIONS)])
         table["label"].append(999 if row < 4 else row)

@@ -59,7 +59,7 @@ CEILINGS: dict[str, float] = {
     "files with one importer or none": 42,
     # Shares of all lines: docstrings, and what is not a comment. Signed for: 0.15 and 0.975.
     "docstrings": 0.123,
-    "no comment": 0.972,
+    "no comment": 0.971,
 }
 """What may only fall: each stands one notch above what is there, so that it bites."""
 ROLES = {"expert", "router", "monolith", "pretrain", "student", "islands", "ensemble"}

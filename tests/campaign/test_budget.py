@@ -128,6 +128,7 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
         ({"teacher": "routed", "routing": "once"}, 1.0, 1.0),
         ({"teacher": "routed", "routing": "top-1", "guidance": 2.0, "steps": 4}, 12.0, 6.0),
         ({"teacher": "routed", "routing": "once", "steps": 4}, 6.0, 1.0),
+        ({"teacher": "routed", "routing": "once", "steps": 4, "reuse": 4}, 6.0 * 0.26272, 0.26272),
         ({"teacher": "routed", "routing": "top-1 null sample-1", "guidance": 2.0, "steps": 4}, 12.0, 12.0),
         (
             {"teacher": "routed", "routing": "full", "guidance": 3.0, "steps": 1, "teacher_steps": 5},
@@ -139,9 +140,8 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
 def test_a_student_costs_its_own_passes_and_its_teachers(
     settings: dict[str, Any], asked: float, routed: float
 ) -> None:
-    student = {"stock": False, **settings}
     without = budget([200, 300, 500], budget={"samples": 100_000})
-    made = budget([200, 300, 500], budget={"samples": 100_000}, student=student)
+    made = budget([200, 300, 500], budget={"samples": 100_000}, student={"stock": False, **settings})
     assert STUDENT not in without
     assert (made[STUDENT].steps, made[STUDENT].batch) == (made[MONOLITH].steps, made[MONOLITH].batch // 4)
     dense, router = made[MONOLITH].flops, routed * made[ROUTER].flops.forward

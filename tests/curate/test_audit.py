@@ -166,9 +166,8 @@ def test_a_clip_tags_each_concept_against_a_plain_photo(campaign: Path, tmp_path
     dataset, encoder = Campaign.open(campaign).dataset(), extractor(name)
     assert isinstance(encoder, ClipEncoder)
     row = 37
-    picture = encoder.encode([dataset.image(row)])[0]
     texts = encoder.texts(["a photo.", "a photo of a red.", "a photo of a apple."])
-    cosines = torch.nn.functional.cosine_similarity(picture[None], texts)
+    cosines = torch.nn.functional.cosine_similarity(encoder.encode([dataset.image(row)])[0][None], texts)
     expected = torch.sigmoid(encoder.network.logit_scale.exp() * (cosines[1:] - cosines[0]))
     values, mask = dataset.column("concepts-image").read_ragged([row])
     likely = dataset.column("concepts-image-probabilities").read_ragged([row])[0]

@@ -55,8 +55,7 @@ def test_a_row_is_kept_as_likely_as_any_of_its_concepts_keeps_it(campaign: Path,
         wanted = expected(campaign, t, "--per-expert" in options, 0.25 if "--other" in options else 1.0)
         weights = dataset.weights
         assert weights.tolist() == pytest.approx(wanted, abs=1e-6) and weights.min() < 0.5 < weights.max()
-        kept = weights[dataset.split("train")].sum()
-        assert f"an epoch has {kept:,.0f} of 76 training rows" in answer.out
+        assert f"an epoch has {weights[dataset.split('train')].sum():,.0f} of 76 training rows" in answer.out
 
 
 def test_a_target_finds_its_t_and_a_dry_run_writes_nothing(campaign: Path, run: Run):

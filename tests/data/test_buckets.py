@@ -48,9 +48,8 @@ def test_the_arithmetic_is_that_of_diffusers() -> None:
 
 
 def test_eleven_sizes_around_256() -> None:
-    sizes = BucketConfig().around(256)
     wide = [(256, 256), (288, 224), (320, 208), (336, 192), (368, 176)]
-    assert sorted(sizes) == sorted({*wide, *((height, width) for width, height in wide)})
+    assert sorted(BucketConfig().around(256)) == sorted({*wide, *((height, width) for width, height in wide)})
     assert BucketConfig(sizes=["64x32"]).around(256) == [(64, 32)]
 
 

@@ -106,8 +106,7 @@ def test_no_group_is_on_two_sides(folder: Path) -> None:
     before = {name: dataset.split(name).tolist() for name in ("train", "heldout", "test")}
     found = dedupe(dataset, DedupeConfig(), "none")
     sides = dataset.sides
-    kept = found.kept_row == np.arange(len(dataset))
-    assert (dataset.weights == kept).all() and {*sides} == {0, 1, 2}
+    assert (dataset.weights == (found.kept_row == np.arange(len(dataset)))).all() and {*sides} == {0, 1, 2}
     assert {name: dataset.split(name).tolist() for name in before} != before
     names = dataset.table(["caption"])["caption"].to_pylist()
     assert len({found.groups[names.index(name)] for name in ("own-01.png", "again.webp", "encoded.jpg")}) == 1

@@ -283,8 +283,7 @@ def test_a_student_of_few_steps_and_sizes_as_conditions_is_refused(
 
 def test_the_moved_null_label_is_the_same_network(students: Students, tmp_path: Path, run: Run) -> None:
     labels = students("labels")
-    argv = ["export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture"]
-    assert run(*argv).code == 0
+    assert run("export", labels, "--model", "student", "--to", tmp_path / "out", "--no-picture").code == 0
     stock = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     student = Checkpoint(Campaign.open(labels).store, "student/expert").expert()
     x, t = torch.randn(3, 4, 4, 4), torch.tensor([0.1, 0.5, 0.9])

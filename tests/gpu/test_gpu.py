@@ -75,8 +75,7 @@ def test_a_family_trains(
 def test_a_run_that_was_told_to_leave_goes_on_as_if_it_had_not(
     family: str, encoders: dict[str, Any], tmp_path: Path, told_to_leave: Any
 ) -> None:
-    whole = partitioned(tmp_path / "whole", changes(family, encoders))
-    train_run(whole, "expert", 0)
+    train_run(partitioned(tmp_path / "whole", changes(family, encoders)), "expert", 0)
     parts = partitioned(tmp_path / "parts", changes(family, encoders))
     told_to_leave(7)
     with pytest.raises(Interrupted):
@@ -231,8 +230,7 @@ def test_memory_of_a_step_is_what_the_plan_says(tmp_path: Path) -> None:
     network = {"family": "dit", "size": "S", "patch": 1, "depth": 12, "heads": 6, "head_width": 64}
     train = {**STEPS, "batch": 64, "validations": 0, "previews": 0}
     campaign = partitioned(tmp_path / "c", {"network": network, "train": train})
-    shape = data_shape(campaign.dataset(), "class")
-    counted = denoiser_footprint(campaign.config.network, shape, True)
+    counted = denoiser_footprint(campaign.config.network, data_shape(campaign.dataset(), "class"), True)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -174,8 +174,7 @@ def mutable(handed: dict[str, Path], folder: Path) -> dict[str, Path]:
     for number, more in enumerate(({}, {"n": 2, "size": "16x16"}, {"steps": 1, "shift": 2.0, "seed": 1})):
         body = {"prompt": "house", "model": "ensemble:top-1", **more}
         (folder / f"bodies/{number}.json").write_text(json.dumps(body))
-    new = ("training", "listed", "commas", "table", "tar", "bodies")
-    return made | {name: folder / name for name in new}
+    return made | {name: folder / name for name in ("training", "listed", "commas", "table", "tar", "bodies")}
 
 
 def fuzz(numbers: Sequence[int], fuzzer: Fuzzer, seconds: float) -> list[Found]:

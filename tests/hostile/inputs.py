@@ -175,8 +175,7 @@ def vae_of_a_card(kind: str) -> Forge:
     def name_it(arena: Arena) -> None:
         replace(arena / "evil/evil.py", evil_code(arena))
         for card in CARDS:
-            latents = {"latents__name": str(arena / "evil"), "latents__hash": "0" * 64}
-            set_json(card, **latents)(arena)
+            set_json(card, latents__name=str(arena / "evil"), latents__hash="0" * 64)(arena)
 
     return forged(
         bytes_of("evil/config.json", json.dumps({"_class_name": kind}).encode()),

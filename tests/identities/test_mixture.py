@@ -172,8 +172,7 @@ def clamped_error_bound(w: World, x: Tensor, t: Tensor, schedule: Schedule, pred
     by_spread = torch.tanh(spread / 4)
     joint = w.weights.log() + a_edge[:, None] * flat @ points.T - rho_edge[:, None] ** 2 * norms / 2
     elsewhere = 1 - joint.softmax(1).max(1).values  # the network's; the true posterior is sharper still
-    by_mass = torch.where(t < 0.5, 2 * elsewhere, math.inf)
-    return diameter * torch.minimum(by_spread, by_mass) / t
+    return diameter * torch.minimum(by_spread, torch.where(t < 0.5, 2 * elsewhere, math.inf)) / t
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)

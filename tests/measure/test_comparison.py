@@ -554,8 +554,7 @@ def test_the_same_noise_is_told_from_other_samples() -> None:
     rng = np.random.default_rng(1)
     base = rng.integers(0, 256, size=(60, 48), dtype=np.uint8)
     noisy = (base * 0.5 + rng.integers(0, 128, size=base.shape)).astype(np.uint8)
-    alien = rng.integers(0, 256, size=base.shape, dtype=np.uint8)
-    others = {"near": made(noisy), "far": made(alien)}
+    others = {"near": made(noisy), "far": made(rng.integers(0, 256, size=base.shape, dtype=np.uint8))}
     table = pair_table(made(base), others, np.arange(60) % 3, np.arange(60), seed=0)
     found = {(r["strategy"], r["space"], r["partner"]): r for r in (row.model_dump() for row in table)}
     assert len(found) == 2 * 2 * 3
@@ -581,8 +580,7 @@ def test_the_effect_is_cohens_d() -> None:
     same, _, apart = (r for r in (row.model_dump() for row in table) if r["space"] == "pixels")
     values = correlations(base, base[partners(np.zeros(4, dtype=np.int64), 0)])
     assert same["mean"] == 1 and same["deviation"] == 0
-    expected = (1 - values.mean()) / np.sqrt(values.var(ddof=1) / 2)
-    assert apart["effect"] == pytest.approx(expected)
+    assert apart["effect"] == pytest.approx((1 - values.mean()) / np.sqrt(values.var(ddof=1) / 2))
     assert apart["higher"] == pytest.approx((values < 1).mean())
 
 
@@ -600,8 +598,7 @@ def test_large_pictures_are_reduced_before_they_are_kept(mode: str, channels: in
     pixels = SavedSamples.pixels_of(range(3), [Image.fromarray(half).convert(mode)] * 3)
     kept = SavedSamples(np.stack([*pixels.values()]), np.zeros((3, 5), dtype=np.float32))
     assert kept.pixels.shape == (3, channels * SIDE * SIDE // 2) and (kept.pixels == 100).all()
-    small = Image.new(mode, (4, 4))
-    pixels = SavedSamples.pixels_of(range(MOST + 1), [small] * (MOST + 1))
+    pixels = SavedSamples.pixels_of(range(MOST + 1), [Image.new(mode, (4, 4))] * (MOST + 1))
     many = SavedSamples(np.stack([*pixels.values()]), np.zeros((MOST, 2), dtype=np.float32))
     assert many.pixels.shape == (MOST, 16 * channels) and len(many.features) == MOST
     again = SavedSamples.read(many.tensors())

@@ -16,8 +16,7 @@ def reference_sample(
         for step in range(steps):
             t = torch.tensor([1 - step / steps])
             if step == 0 or (strategy != "once" and step % every == 0):
-                p = posterior(router, x, t, own, missing)
-                w = weights(strategy, p, draws[step][i])
+                w = weights(strategy, posterior(router, x, t, own, missing), draws[step][i])
                 w_null = posterior(router, x, t, null, missing) if strategy == "full" else w
             if null_draws is not None:
                 w_null = weights("once", posterior(router, x, t, null, missing), null_draws[step][i])

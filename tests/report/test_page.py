@@ -190,6 +190,7 @@ def test_missing_pictures_leave_a_frame_and_large_ones_are_not_pixelated(whole: 
         ({"default": "top-2"}, "Ensemble distance17.00top-2, best and default: 0.85× the monolith’s"),
         ({"rows": 16.0}, "is closer to real images than the monolith: 0.80× its distance."),
         ({"rows": 16.0}, "its distance. A step costs 4.00× the monolith’s."),
+        ({"rows": 16.0, "name": "once null pretrain"}, "Shared pretraining guides it, but not the monolith."),
         ({"rows": 20.01}, "is as close to real images as the monolith."),
         ({"rows": 30.0}, "is further from real images than the monolith: 1.50× its distance."),
     ],
@@ -199,7 +200,8 @@ def test_what_a_comparison_says_of_itself_is_told(
 ):
     if distance := fields.get("rows"):
         monolith = {"name": "monolith", "distance": 20.0, "gflops_per_step": 0.5}
-        fields = {"rows": [monolith, {"name": "once", "distance": distance, "gflops_per_step": 2.0}]}
+        name = fields.get("name", "once")
+        fields = {"rows": [monolith, {"name": name, "distance": distance, "gflops_per_step": 2.0}]}
     assert words not in page.text() and words in Page.of(whole.compare(**fields)).text()
 
 

@@ -311,8 +311,7 @@ def test_rows_of_experts_that_are_not_on_the_device_take_turns(serving: Serving,
     assert sum(len(client.of(job)) for job in jobs) == 6
     long = client.ask(WAYS[0].with_(steps=2_000, routing="once without 0,1"))
     until(lambda: long.started)
-    short = client.ask(WAYS[0].with_(steps=9, routing="once without 1,2"))
-    assert client.images(short) and long.waiting
+    assert client.images(client.ask(WAYS[0].with_(steps=9, routing="once without 1,2"))) and long.waiting
     long.cancelled = True
     until(lambda: not long.waiting)
     assert client.metric("atoll_cancelled_total", where="step") == 1

@@ -20,7 +20,7 @@ from atoll.campaign.folder import Campaign
 from atoll.campaign.measured import MeasuredPoint
 from atoll.campaign.partition import make_islands
 from atoll.campaign.runs import Recipe, RunPlan
-from atoll.campaign.settings.train import TrainConfig
+from atoll.campaign.settings.train import StudentConfig, TrainConfig
 from atoll.data.dataset import DataSet
 from atoll.flow.settings import ObjectiveConfig, Prediction, shift_at
 from atoll.measure.comparison import compare
@@ -109,7 +109,8 @@ def task_of(
     rows = TrainingRows.of(dataset, "class", recipe, clusters=True)
     if clusters is not None:
         rows = replace(rows, clusters=clusters)
-    return DistillTask(network, rows, teacher, changes.get("data_weight", 0.0))
+    student = {key: changes[key] for key in ("data_weight", "reuse") if key in changes}
+    return DistillTask(network, rows, teacher, StudentConfig(**student))
 
 
 # The teacher.
@@ -149,6 +150,26 @@ def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(m
     data = (batch.eps - batch.x0).square().mean()
     assert torch.allclose(losses[0], teacher)
     assert torch.allclose(losses[1], 0.75 * teacher + 0.25 * data)
+
+
+def test_steps_that_share_an_answer_ask_once_and_again_after_a_resume(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("campaign.settings.train", "train.distill"):
+        monkeypatch.setattr(f"atoll.{module}.ANSWERS", 16)
+    asked, teach = list[Any](), Teacher.teach
+    monkeypatch.setattr(Teacher, "teach", lambda *args: asked.append(args[1].positions) or teach(*args))
+    teacher = teacher_of([Checkpoint(Store.open(made), f"islands/{k}/expert").expert() for k in (0, 1)])
+
+    def losses(steps: range) -> list[float]:
+        task = task_of(made, teacher, batch=2, reuse=3)
+        return [float(task.step(task.batch(range(2 * n, 2 * n + 2)))[0].detach()) for n in steps]
+
+    whole = losses(range(56))
+    assert len(asked) == len(set(asked)) == StudentConfig(reuse=3).asks(56) == 16 + 8
+    first, second, third, new = (whole[n * 16 :][:16] for n in range(4))
+    assert first == second == third and not {*first} & {*new}
+    assert losses(range(12, 20)) == whole[12:20]
 
 
 @pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
@@ -392,6 +413,7 @@ def test_a_card_of_steps_that_cannot_be_is_refused(copy: Path, sampling: dict[st
         ({"teacher": "routed", "routing": "top-4"}, ("'top-4' with 2 experts", "at most 2")),
         ({"routing": "once null sample-1"}, ("the teacher is not guided",)),
         ({"steps": 0}, ("student.steps", "greater than or equal to 1")),
+        ({"reuse": 0}, ("student.reuse", "greater than or equal to 1")),
         ({"steps": 32}, ("32 steps of a teacher that takes 24", "teacher_steps to a multiple, such as 32")),
         ({"steps": 5}, ("5 steps of a teacher that takes 24", "such as 25")),
         ({"steps": 4, "data_weight": 0.5}, ("student.data_weight",)),

@@ -88,7 +88,7 @@ def test_only_training_rows_are_trained_on(campaign: Campaign) -> None:
 
 def router_task(campaign: Campaign, pure_noise: float) -> RouterTask:
     rows = rows_of(campaign, "router")
-    return RouterTask(initial_router(campaign, rows.recipe.plan.shape), rows, pure_noise)
+    return RouterTask(initial_router(campaign, rows.recipe.plan.shape), replace(rows, pure_noise=pure_noise))
 
 
 def test_clusters_are_those_of_the_rows(campaign: Campaign) -> None:

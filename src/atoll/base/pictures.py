@@ -60,8 +60,7 @@ def grid(
 ) -> Image.Image:
     """Pictures in rows, RGB, in cells as large as the largest picture; every pixel `scale` times as wide.
 
-    A label is below its picture, wrapped to the cell's width; neighbours that share it have it once. Fewer
-    labels than pictures is fine.
+    Labels are below the pictures, wrapped to their width; neighbours may share one, and the last have none.
     """
     if not images or columns < 1 or scale < 1:
         raise ValueError("a grid needs at least one picture, one column and a scale of at least 1")

@@ -67,8 +67,7 @@ class ProcessGroup:
                 failure = work.exception() if done else None
                 if failure is not None and not isinstance(failure, AtollError):
                     raise failure  # no answer: the others find out that this process is gone
-                own = (None if failure else work.result(), failure) if done else _BUSY
-                answers = self._gather(own)
+                answers = self._gather((None if failure else work.result(), failure) if done else _BUSY)
         if failure is not None:
             raise failure
         for _, theirs in answers:

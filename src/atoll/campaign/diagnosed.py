@@ -11,8 +11,7 @@ from atoll.campaign.measured import Cluster, Number, Report, Time
 
 
 class OfSplit(Config):
-    """A row of a table that is measured on the rows of a split. `_se` is the standard error of the column
-    before it, as of independent rows."""
+    """Of the rows of a split. `_se` is the standard error of the column before it, of independent rows."""
 
     split: str = column("Rows that were measured: `heldout` or `train`.", default="")
 
@@ -103,8 +102,7 @@ class DifferenceRow(OfCluster):
 
 
 class ExpertRow(OfCluster):
-    """Error of an expert on the rows of a cluster: lowest on its own where experts specialise (expert-data
-    alignment, arXiv 2602.02685)."""
+    """Error of an expert on a cluster's rows: lowest on its own if experts specialise (arXiv 2602.02685)."""
 
     expert: int = column("Its number.")
     rows: int = column("Number of rows.")

@@ -1,7 +1,6 @@
 """Where the weights of a run start: drawn, or in its `init/` from a checkpoint, pretraining or experts.
 
-`init/` holds the network as it starts. In place of a card, `init.json` names the origin, and the partition
-and network that the weights were made for.
+`init/` holds the network as it starts. `init.json` names the origin, and what it was made for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

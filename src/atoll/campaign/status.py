@@ -1,7 +1,6 @@
 """How all runs of a campaign stand, read from its store, wherever that is. Nothing of a run is written.
 
-What happened is in a run's log; what happens now is in its heartbeat. Ages are differences of two times that
-the store gave, as in `store/lease.py`.
+What happened is in a run's log; what happens now is in its heartbeat. Ages are by the store's clock.
 """
 
 import json

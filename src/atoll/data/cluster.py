@@ -37,10 +37,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
     # Starts are random: the best of several counts where its clusters are the final ones.
     many = fine > k and len(features) > WHOLE * max(fine, LEAST_FINE)
-    if many:
-        centroids = _nested(features, fine, seed_of(seed, "fine"))
-    else:
-        centroids = _kmeans(features, fine, seed_of(seed, "fine"), redo=1 if fine > k else 8)
+    first = features, fine, seed_of(seed, "fine")
+    centroids = _nested(*first) if many else _kmeans(*first, redo=1 if fine > k else 8)
     if fine > k:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
     if many:  # fine centroids count alike, whatever their rows
@@ -124,7 +122,6 @@ def _kmeans(
 
     points = np.ascontiguousarray(features, dtype=np.float32)
     # faiss warns of few points for each centroid, and silently subsamples beyond 256 for each.
-    quiet = max(1, len(points) // k)
     kmeans = faiss.Kmeans(
         points.shape[1],
         k,
@@ -132,7 +129,7 @@ def _kmeans(
         nredo=redo,
         seed=seed % 2**31,  # faiss takes a signed int
         min_points_per_centroid=1,
-        max_points_per_centroid=quiet + 1,
+        max_points_per_centroid=max(1, len(points) // k) + 1,
     )
     kmeans.train(points, init_centroids=starts)
     centroids: Features = np.array(kmeans.centroids, dtype=np.float32)

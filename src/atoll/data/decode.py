@@ -114,8 +114,7 @@ def _flat(image: Image.Image) -> Image.Image:
     if image.mode.startswith("F"):
         raise BadImageError("unreadable", "floating-point pixels")
     if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips instead of scaling
-        levels = np.asarray(image).astype(np.int64)
-        return Image.fromarray((levels.clip(0, 65535) // 257).astype(np.uint8))
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
     if image.mode == "LAB":  # Pillow turns it into other colours
         raise BadImageError("unreadable", "Lab colours")
     if image.has_transparency_data:

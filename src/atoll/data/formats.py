@@ -227,8 +227,7 @@ class PartitionFile(File):
     def _agrees(self) -> Self:
         if {len(self.sizes), len(self.heldout)} != {self.k}:
             raise ValueError("sizes and heldout have not one number for each cluster")
-        held = sum(self.sizes) + sum(self.heldout)
-        if min(*self.sizes, *self.heldout) < 0 or held > self.rows:
+        if min(*self.sizes, *self.heldout) < 0 or sum(self.sizes) + sum(self.heldout) > self.rows:
             raise ValueError("sizes and heldout add up to more than rows")
         if (self.weights is None and self.masses) or len(self.masses) not in (0, self.k):
             raise ValueError("masses have not one number for each cluster")

@@ -109,8 +109,7 @@ def autoencoder(name: str, device: str = "cpu") -> Autoencoder:
     import diffusers
 
     with loading("VAE", name, "use 'none', a folder, or a hub name that can be reached"):
-        settings = diffusers.AutoencoderKL.load_config(name)
-        kind = settings.get("_class_name", "AutoencoderKL")
+        kind = diffusers.AutoencoderKL.load_config(name).get("_class_name", "AutoencoderKL")
         if kind not in AUTOENCODERS:
             raise ValueError(f"it is a {kind}; known are {', '.join(AUTOENCODERS)}")
         network = getattr(diffusers, kind).from_pretrained(name, use_safetensors=True)

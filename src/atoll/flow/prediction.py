@@ -43,8 +43,7 @@ def exact_range(schedule: Schedule, prediction: Prediction) -> tuple[float, floa
     The whole of [0, 1] for v on a schedule that covers it; cut at `DATA_EDGE` for x0, at `NOISE_EDGE`
     for eps and score, and at the range of the schedule (ddpm-linear: 0.0099 to 0.9937).
     """
-    ends = torch.tensor(schedule.t_range, dtype=torch.float64)
-    lo, hi = same_snr_time(ends, schedule, RECTIFIED).tolist()
+    lo, hi = same_snr_time(torch.tensor(schedule.t_range, dtype=torch.float64), schedule, RECTIFIED).tolist()
     lo = max(lo, DATA_EDGE) if prediction == "x0" else lo
     hi = min(hi, NOISE_EDGE) if prediction in ("eps", "score") else hi
     return lo, hi
@@ -68,8 +67,7 @@ def flow_velocity(
     `v = (x_t - x0) / max(t, DATA_EDGE)`: finite for every t in [0, 1], and a step from t >= DATA_EDGE to 0
     lands on that x0. With an exact network the error is then at most `D tanh(w / 4) / t`, where D is the
     diameter of the data and w the spread over the data of the change in log-likelihood: about `r |x_t| D`
-    at the noise end, r = (1 - hi) / hi; at the data end the error is negligible where the data are further
-    apart than the noise.
+    at the noise end, r = (1 - hi) / hi; negligible at the data end, where data lie wider than the noise.
 
     An error of eps is magnified 1 / (1 - t) times in v, so that near noise a trained network says nothing of
     use. With a `bound` its x0 is held to what the data can be. That leaves an exact network as it is: its x0
@@ -134,9 +132,7 @@ def _like(values: Tensor, x: Tensor) -> Tensor:
 
 
 def guide(
-    v_cond: Float[Tensor, "B C H W"],
-    v_null: Float[Tensor, "B C H W"],
-    scale: float | Float[Tensor, "B"],
+    v_cond: Float[Tensor, "B C H W"], v_null: Float[Tensor, "B C H W"], scale: float | Float[Tensor, "B"]
 ) -> Float[Tensor, "B C H W"]:
     """Classifier-free guidance (arXiv 2207.12598): `v_null + scale (v_cond - v_null)`, at 1 `v_cond` exactly.
 

@@ -129,8 +129,7 @@ class Discrete(Schedule):
 
     Level n, whose alpha^2 is the product of the first n + 1 of `1 - beta`, is the knot `t_n = n / (N - 1)`. A
     network is told its number, `(N - 1) t`. Between knots the log-SNR is linear in t; alpha^2 + sigma^2 = 1.
-    Everything is computed in float64 and returned in the dtype it came in; at a knot the derivatives are
-    those of the right side.
+    All is computed in float64 and returned in the dtype it came in; a knot has the derivatives of its right.
     """
 
     steps: int = 1000
@@ -239,8 +238,7 @@ def schedule(name: str) -> Schedule:
     plain = _SCHEDULES[base]
     names = [field.name for field in fields(plain)]
     try:
-        given = [float(part) for part in numbers[:-1].split(",")]
-        values = dict(zip(names, given, strict=True))
+        values = dict(zip(names, [float(part) for part in numbers[:-1].split(",")], strict=True))
         if numbers[-1:] != ")" or values["steps"] > MOST_LEVELS or values["steps"] % 1:  # NaN has a remainder
             raise ValueError
         discrete = replace(plain, **{**values, "steps": int(values["steps"])})

@@ -138,8 +138,7 @@ def _sends_wheel(job: Job) -> bool:
 def write_wheel(folder: Path) -> None:
     """Write this installation as a wheel, with the versions of all that is installed beside it.
 
-    It is made of the files that run here: a checkout or an installed wheel alike, without a build, a registry
-    or a compiler.
+    It is made of the files that run here, a checkout's or a wheel's, without build, registry or compiler.
     """
     package = Path(__file__).parents[1]
     files = {

@@ -2,8 +2,7 @@
 
 `python -m atoll.launch.torchrun` takes what `python -m torch.distributed.run` takes and does the same. But
 that one ends with 1 whatever its processes ended with, so that a run that saved and may go on (75) and one
-that a user has to correct (2) look alike; and told to leave, it kills processes that need more than half a
-minute to save.
+that a user has to correct (2) look alike; and told to leave, it kills processes that save for over 30 s.
 """
 
 import sys

@@ -26,8 +26,7 @@ def route(
 ) -> Float[Tensor, "B K"]:
     """Compute the weight of every expert for every sample; rows sum to 1.
 
-    Returned in the dtype of the logits (at least float32). A row without any finite logit, or with a NaN,
-    comes back as NaN.
+    Returned in the logits' dtype (at least float32). A row with a NaN, or with no finite logit, becomes NaN.
 
     Args:
         logits: of p(k | x_t, t, condition), up to a constant per row; -inf = this expert is missing, and its

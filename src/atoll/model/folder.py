@@ -1,8 +1,7 @@
 """The folder of a pipeline, as `atoll assemble`, `atoll export` and `AtollPipeline.save_pretrained` write it.
 
 Parts that lie there unchanged are left alone. `ensemble.json` is written last and names every file that a
-network, tokenizer or scheduler is read from by size and SHA-256. README.md and the picture are not named:
-they may be edited.
+network, tokenizer or scheduler is read from by size and SHA-256. README.md and the picture may be edited.
 """
 
 import importlib.metadata

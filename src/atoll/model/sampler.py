@@ -172,8 +172,7 @@ class Sampler:
             self._route(self.x, start)
             v = self.velocity(self.x, start)
             # Rows at one step take a number and not a tensor: the same product, without a copy to the device.
-            alike = len(set(ahead)) == 1
-            x = self.x + (ahead[0] if alike else self._each(ahead).view(-1, 1, 1, 1)) * v
+            x = self.x + (ahead[0] if len(set(ahead)) == 1 else self._each(ahead).view(-1, 1, 1, 1)) * v
         else:
             # A step of a scheduler's may call the networks several times (Heun: twice).
             scheduler, order, x, step = self.scheduler, int(self.scheduler.order), self.x, self.rows[0].step

@@ -242,8 +242,7 @@ class MaskedJointAttention:
         if text is not None:
             norms = (attn.norm_added_q, attn.norm_added_k, None)
             added = zip((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), norms, strict=True)
-            read = (_heads(attn, text, *parts) for parts in added)
-            pairs = zip((query, key, value), read, strict=True)
+            pairs = zip((query, key, value), (_heads(attn, text, *parts) for parts in added), strict=True)
             query, key, value = (torch.cat(pair, dim=2) for pair in pairs)
         # SD3.5's second attention is handed the same mask, which does not fit: it reads the picture alone.
         mask = None if text is None else attention_mask
@@ -261,8 +260,7 @@ class SD3(_Joint):
     """`SD3Transformer2DModel`: blocks of two streams that attend to each other (arXiv 2403.03206).
 
     As of SD3.5: queries and keys are normalised, and no block has a second attention. The mask is read by
-    `MaskedJointAttention`. Positions are cut out of the middle of a square table, so it takes any sides up to
-    those that it was made for.
+    `MaskedJointAttention`. Positions are cut out of the middle of a square table, which bounds the sides.
     """
 
     name: FamilyName = "sd3"

@@ -22,8 +22,7 @@ with lean_imports():
 
 
 class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """`p(k | x_t, t, condition)` as logits; it sees no text without `caption_channels` (D of the states), and
-    no label without `num_classes`."""
+    """`p(k | x_t, t, condition)` as logits; text takes `caption_channels` (D), labels `num_classes`."""
 
     card: Any = None
     """What it is, once published; as a component of a pipeline it travels alone."""

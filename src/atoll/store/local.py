@@ -1,8 +1,7 @@
 """Files of a local store: written whole or not at all, and what killed writers left is removed.
 
-A file is written under a passing name beside its own, then renamed. The passing name is `#` and digits that
-say which process of which machine writes it; listings of local stores pass over such names. So whoever comes
-later knows whether its writer lives.
+A file is written under a passing name beside its own, which listings pass over, then renamed. That name is
+`#` and digits that say which process of which machine writes it, and so whether the writer lives.
 """
 
 import itertools

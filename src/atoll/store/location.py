@@ -1,8 +1,7 @@
 """Where a store may lie: a local folder or a URL, and how the object store behind a URL is reached.
 
 Credentials and endpoints come from the environment, as obstore reads them: `AWS_ACCESS_KEY_ID`,
-`AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`; `GOOGLE_*` and `AZURE_*` for the
-others.
+`AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`; or `GOOGLE_*`, or `AZURE_*`.
 """
 
 import os

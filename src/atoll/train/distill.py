@@ -9,7 +9,7 @@ teacher's path leads to at the next one (progressive distillation, arXiv 2202.00
 halvings at once). Euler's method with N steps then follows the teacher's path of many.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from atoll.base.condition import Condition
 from atoll.base.console import say
+from atoll.base.device import onto
 from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import publish_initial
 from atoll.campaign.runs import Run, RunPlan, experts_of
-from atoll.campaign.settings.train import VALIDATION_TIMES
+from atoll.campaign.settings.train import ANSWERS, VALIDATION_TIMES, StudentConfig
 from atoll.flow.objective import noisy, per_sample_loss
 from atoll.flow.schedule import RectifiedFlow, expand
 from atoll.model.bank import Bank
@@ -35,6 +36,9 @@ from atoll.model.sampler import Row, Sampler, times
 from atoll.store.store import Store
 from atoll.train.rows import Batch, TrainingRows
 from atoll.train.tasks import DenoiserTask, validation
+
+Teach = Callable[[Batch], tuple[Tensor, Tensor, Tensor]]
+"""States `(B, C, H, W)` of a batch, their times `(B,)`, and the velocities to learn there."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Teacher:
     steps: int | None = None
 
     def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """States `(B, C, H, W)`, their times `(B,)`, and the velocities to learn there."""
+        """What a student learns of a batch; see `Teach`."""
         how = self.generation.at(*batch.x0.shape[2:])
         # Clusters are fetched from a GPU only where they are asked for.
         asked = batch.clusters if how.routing.needs_labels else None
@@ -75,20 +79,29 @@ class Teacher:
 class DistillTask(DenoiserTask):
     """The student learns from a teacher on the same device; the objective is v on rectified flow.
 
-    Rows come with clusters; `data_weight` is the weight of the loss against the data.
+    Rows come with clusters. Answers that several steps learn from wait on the host.
     """
 
-    def __init__(self, network: nn.Module, rows: TrainingRows, teacher: Teacher, data_weight: float) -> None:
+    def __init__(
+        self, network: nn.Module, rows: TrainingRows, teacher: Teacher, settings: StudentConfig
+    ) -> None:
         super().__init__(network, rows)
-        self.teacher, self.data_weight = teacher, data_weight
+        self.teacher, self.settings = teacher, settings
+        self._answers: dict[int, tuple[int, Tensor, Tensor]] = {}
+
+    def batch(self, positions: range) -> Batch:
+        """The samples at these positions, or those of an earlier step that come again."""
+        step, place = divmod(positions.start, self.recipe.plan.batch)
+        start = self.settings.learns_from(step) * self.recipe.plan.batch + place
+        return super().batch(range(start, start + len(positions)))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Mean squared error against the teacher's velocity, mixed with that against the data's."""
-        taught, data = (losses.mean() for losses in self._both(batch))
-        if not self.data_weight:
+        taught, data = (losses.mean() for losses in self._both(batch, self._taught))
+        if not (weight := self.settings.data_weight):
             return taught, {}
         metrics = {"teacher_loss": float(taught.detach()), "data_loss": float(data.detach())}
-        return torch.lerp(taught, data, self.data_weight), metrics
+        return torch.lerp(taught, data, weight), metrics
 
     def validate(self) -> dict[str, Any]:
         """Loss on held-out rows against the data and the teacher, at the times that training asks it at."""
@@ -101,10 +114,23 @@ class DistillTask(DenoiserTask):
         taught, data = ([pair[n] for pair in losses] for n in range(2))
         return validation(data, at, teacher_by_time=taught, teacher_loss=sum(taught) / max(1, len(taught)))
 
-    def _both(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _taught(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        # As `Teacher.teach`, which is asked for the first of the steps that learn from an answer, and after
+        # a resume: of the same batch, so the bits are the same.
+        if self.settings.reuse == 1:
+            return self.teacher.teach(batch)
+        first = batch.positions[0][1]
+        place = first % (ANSWERS * self.recipe.plan.batch)
+        if (known := self._answers.get(place)) is None or known[0] != first:
+            _, t, v = self.teacher.teach(batch)
+            known = self._answers[place] = first, t.cpu(), v.cpu()
+        t, v = (onto(part, self.device) for part in known[1:])
+        return noisy(batch.x0, batch.eps, t, RectifiedFlow()), t, v
+
+    def _both(self, batch: Batch, teach: Teach | None = None) -> tuple[Tensor, Tensor]:
         # Losses `(B,)` against the teacher and against the data, of one evaluation of the student.
         with torch.no_grad():
-            x_t, t, v = self.teacher.teach(batch)
+            x_t, t, v = (teach or self.teacher.teach)(batch)
         output = self.family.predict(self.network, x_t, t, batch.cond)
         return per_sample_loss(output, v), per_sample_loss(output, batch.eps - batch.x0)
 

@@ -21,7 +21,7 @@ from atoll.base.device import onto
 from atoll.base.errors import DataError
 from atoll.base.format import code_version
 from atoll.base.preemption import leak_thread
-from atoll.base.rng import Position, normals, uniforms
+from atoll.base.rng import normals, uniforms
 from atoll.campaign.runs import Recipe
 from atoll.campaign.settings.train import VALIDATION_TIMES
 from atoll.data.columns import some_rows
@@ -49,7 +49,7 @@ class Batch:
     eps: Tensor  # noise like the latents
     t: Tensor  # times (B,)
     clusters: Tensor | None = None  # of each sample (B,), for router and student
-    positions: tuple[Position, ...] = ()  # of each sample in the random streams, for a student's teacher
+    positions: tuple[tuple[int, int], ...] = ()  # of each sample in the random streams, for a teacher
     made: torch.cuda.Event | None = None  # when a GPU has all of it
 
     def here(self) -> "Batch":
@@ -161,7 +161,7 @@ class TrainingRows:
 
     def _taught(
         self, samples: Samples, index: NDArray[np.int64], seed: int, positions: range
-    ) -> tuple[Tensor | None, tuple[Position, ...]]:
+    ) -> tuple[Tensor | None, tuple[tuple[int, int], ...]]:
         # Clusters and places in the random streams, for those who learn from them.
         clusters = None if self.clusters is None else self.clusters[torch.from_numpy(samples.rows[index])]
         return clusters, tuple((seed, position) for position in positions)

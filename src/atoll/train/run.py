@@ -4,6 +4,7 @@ An expert's run opens `islands/K/` and nothing else of the store.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -87,7 +88,7 @@ def _task(
         assert student is not None
         sampling = student.sampling(config.objective.time.shift)
         hashes = {folder: card.weights_sha256 for folder, card in cards.items()}
-        told = {"teacher", "routing", "data_weight", "guidance", "teacher_steps"}
+        told = {"teacher", "routing", "data_weight", "guidance", "teacher_steps", "reuse"}
         tree["student"] = {**student.model_dump(include=told), "sampling": sampling, "teachers": hashes}
         if plan.init == "experts":
             group.once(lambda: write_initial_weights(campaign, store, plan, network, cards))
@@ -96,10 +97,11 @@ def _task(
     encoder, labelled = token_encoder(campaign, dataset), learns != "denoise"
     rows = TrainingRows.of(dataset, config.condition, recipe, clusters=labelled, encoder=encoder)
     if isinstance(network, Router):
-        return RouterTask(network, rows, config.router.pure_noise)
+        # A router that was never asked at exactly t = 1, where `once` asks, guesses there.
+        return RouterTask(network, replace(rows, pure_noise=config.router.pure_noise))
     task = DenoiserTask(network, rows)
     if learns == "distill" and student is not None:
         teacher = load_teacher(campaign, rows.train.null, own_device())
-        task = DistillTask(network, rows, teacher, student.data_weight)
+        task = DistillTask(network, rows, teacher, student)
     task.encoders = config.encoders
     return task

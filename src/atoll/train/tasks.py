@@ -26,7 +26,6 @@ from atoll.model.expert import Expert, bound_of
 from atoll.model.generation import Generation
 from atoll.model.sampler import Row, Sampler, rows_of
 from atoll.networks.families import family
-from atoll.networks.router import Router
 from atoll.train.rows import Batch, TrainingRows
 
 
@@ -141,14 +140,7 @@ class DenoiserTask(Task):
 
 
 class RouterTask(Task):
-    """The router learns which cluster the data under a noise come from (DDM, eq. 5).
-
-    `pure_noise` is the share of the samples at exactly t = 1, where `once` asks.
-    """
-
-    def __init__(self, network: Router, rows: TrainingRows, pure_noise: float) -> None:
-        # A router that was never asked there guesses.
-        super().__init__(network, replace(rows, pure_noise=pure_noise))
+    """The router learns which cluster the data under a noise come from (DDM, eq. 5)."""
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """Cross-entropy of the cluster."""

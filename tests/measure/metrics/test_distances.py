@@ -51,9 +51,8 @@ def test_halves_add_up_to_the_whole(n: int) -> None:
     x, y = (torch.from_numpy(drawn(seed, n, shift=seed * 0.1)).double() for seed in (0, 1))
     own, other, across = (((a @ b.T) / x.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
     within = [(k.sum() - k.diagonal().sum()) / (n * (n - 1)) for k in (own, other)]
-    expected = float(within[0] + within[1] - 2 * across.mean())
     found = kid(x.float().numpy(), y.float().numpy(), 1, n)
-    assert found.value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert found.value == pytest.approx(float(within[0] + within[1] - 2 * across.mean()), rel=1e-9, abs=1e-12)
 
 
 def test_a_set_that_is_whole_in_every_subset_tells_no_spread() -> None:
@@ -120,8 +119,7 @@ def test_blocks_do_not_change_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def covariance(seed: int, d: int, condition: float = 10.0) -> np.ndarray:
-    draws = np.random.default_rng(seed)
-    basis = np.linalg.qr(draws.normal(size=(d, d)))[0]
+    basis = np.linalg.qr(np.random.default_rng(seed).normal(size=(d, d)))[0]
     return (basis * np.geomspace(1.0, condition, d)) @ basis.T
 
 
@@ -132,8 +130,7 @@ def samples(seed: int, n: int, d: int) -> np.ndarray:
 
 def reference(m1: np.ndarray, c1: np.ndarray, m2: np.ndarray, c2: np.ndarray) -> float:
     """As it is usually written, with scipy's root of a matrix that is not symmetric."""
-    root = scipy.linalg.sqrtm(c1 @ c2)
-    return float(((m1 - m2) ** 2).sum() + np.trace(c1 + c2 - 2 * np.real(root)))
+    return float(((m1 - m2) ** 2).sum() + np.trace(c1 + c2 - 2 * np.real(scipy.linalg.sqrtm(c1 @ c2))))
 
 
 @pytest.mark.parametrize("d", [1, 2, 16, 64])
@@ -205,5 +202,4 @@ def test_moments_are_those_of_numpy_however_many_rows(count: int) -> None:
 def test_a_large_mean_costs_no_digits() -> None:
     """Sums of squares would lose all of them: 1e8 squared leaves nothing of a variance of 1."""
     x = np.random.default_rng(0).normal(size=(9000, 2))
-    moments = Moments.of(x + 1e8)
-    np.testing.assert_allclose(moments.covariance, np.cov(x, rowvar=False), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(Moments.of(x + 1e8).covariance, np.cov(x, rowvar=False), rtol=1e-6, atol=1e-7)

@@ -15,6 +15,8 @@ from atoll.store.lease import LeaseConfig
 
 WARMUP_SHARE = 0.2
 """Most of a run that warm-up takes, so that a small budget reaches the peak rate."""
+ANSWERS = 256
+"""Steps whose answers of a teacher are kept at once: to a network a batch that comes again so late is new."""
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -141,6 +143,8 @@ class StudentConfig(Config):
     """Batch size, as a share of `train.batch`."""
     step_share: float = Field(default=1.0, gt=0, le=1000)
     """Number of steps, as a share of the monolith's."""
+    reuse: int = Field(default=1, ge=1, le=1000)
+    """Number of steps that learn from each answer of the teacher, which costs that much less."""
     start: str = "scratch"
     """Initial weights: `scratch`, `average` (mean of the experts) or `expert:K`."""
     data_weight: float = Field(default=0.0, ge=0, lt=1)
@@ -207,6 +211,16 @@ class StudentConfig(Config):
             what = f"student.batch_share: {self.batch_share:g} of train.batch, {monolith}, is less than one"
             raise ConfigError(what, "raise one of them")
         return round(monolith * self.batch_share)
+
+    def learns_from(self, step: int) -> int:
+        """The number of the batch, which the teacher has answered, that a step learns from."""
+        passes, place = divmod(step, ANSWERS * self.reuse)
+        return passes * ANSWERS + place % ANSWERS
+
+    def asks(self, steps: int) -> int:
+        """How many batches the teacher answers in so many steps."""
+        passes, place = divmod(steps, ANSWERS * self.reuse)
+        return passes * ANSWERS + min(place, ANSWERS)
 
 
 class TrackingConfig(Config):

@@ -57,10 +57,9 @@ class GlyphSource(Source):
     def describe(self) -> dict[str, Any]:
         files = {face: sha256(_folder().joinpath(f"{face}.ttf").read_bytes()) for face in self.faces}
         glyphs = [[*glyph, self._groups[glyph.code]] for glyph in self.glyphs]
-        content = [files, glyphs, CANVAS, _LARGEST, _SMALLEST, _SIZE]
         return {
             "name": "glyphs",
-            "fingerprint": digest(content),
+            "fingerprint": digest([files, glyphs, CANVAS, _LARGEST, _SMALLEST, _SIZE]),
             "licence": "Bitstream Vera / DejaVu, STIX and BaKoMa font licences, as shipped by matplotlib",
         }
 
