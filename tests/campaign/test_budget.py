@@ -128,7 +128,7 @@ def test_a_seed_takes_its_share_from_the_experts() -> None:
         ({"teacher": "routed", "routing": "once"}, 1.0, 1.0),
         ({"teacher": "routed", "routing": "top-1", "guidance": 2.0, "steps": 4}, 12.0, 6.0),
         ({"teacher": "routed", "routing": "once", "steps": 4}, 6.0, 1.0),
-        ({"teacher": "routed", "routing": "once", "steps": 4, "reuse": 4}, 6.0 * 0.26272, 0.26272),
+        ({"teacher": "routed", "routing": "once", "steps": 4, "reuse": 4}, 1.5, 0.25),
         ({"teacher": "routed", "routing": "top-1 null sample-1", "guidance": 2.0, "steps": 4}, 12.0, 12.0),
         (
             {"teacher": "routed", "routing": "full", "guidance": 3.0, "steps": 1, "teacher_steps": 5},

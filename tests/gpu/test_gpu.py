@@ -159,7 +159,7 @@ def test_recorded_calls_draw_what_calls_draw(
 
 @both
 def test_a_student_learns_from_the_ensemble(tmp_path: Path) -> None:
-    student = {"teacher": "routed", "routing": "top-1", "stock": False}
+    student = {"teacher": "routed", "routing": "top-1", "stock": False, "reuse": 2}
     campaign = partitioned(tmp_path / "c", {"student": student, "train": STEPS})
     for role, number in [("expert", 0), ("expert", 1), ("router", None), ("student", None)]:
         train_run(campaign, role, number)

@@ -37,8 +37,7 @@ def watched(root: str, log: str) -> None:
     def below(path: Any, follow: bool = True) -> bool:
         whole = os.path.abspath(os.fsdecode(path))
         folder, name = (whole, "") if follow else os.path.split(whole)
-        text = os.path.join(os.path.realpath(folder), name)
-        return f"{text}{os.sep}".startswith(inside + os.sep)
+        return f"{os.path.join(os.path.realpath(folder), name)}{os.sep}".startswith(inside + os.sep)
 
     def allowed(path: Any) -> bool:
         return isinstance(path, int) or below(path) or os.fsdecode(path).startswith(("/dev/", "/proc/self/"))

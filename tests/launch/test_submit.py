@@ -202,8 +202,7 @@ def test_a_network_that_is_large_for_cpus_is_not_left_to_them_in_silence(tmp_pat
     folder = write_campaign(tmp_path / "c", {**large, "launch": launch})
 
     def warned(*argv: str) -> list[str]:
-        said = run("launch", folder, "--dry-run", *argv)
-        return [line for line in said.out.splitlines() if "CPUs" in line]
+        return [line for line in run("launch", folder, "--dry-run", *argv).out.splitlines() if "CPUs" in line]
 
     (slurm,) = warned("--on", "slurm")
     assert slurm.startswith(

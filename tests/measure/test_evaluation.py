@@ -213,8 +213,7 @@ def test_what_is_measured_is_what_a_plain_loop_draws(made: Path, name: str) -> N
     for numbers in (range(6), range(6, 12), range(12, 18), range(18, 20)):
         labels = torch.from_numpy(conditions.clusters)[list(numbers)]
         noise, cond = starting_noise(4, numbers, model.shape), conditions.of_model.cond(numbers)
-        null = conditions.samples.null
-        sampler = Sampler(model.bank, cond, null, Row.each(how, numbers, labels), noise)
+        sampler = Sampler(model.bank, cond, conditions.samples.null, Row.each(how, numbers, labels), noise)
         plain += to_images(model.vae.decode(sampler.run()))
         traces.append(sampler.trace)
     trace, expected = Trace.joined(drawn, [*pictures]), Trace.joined(traces)

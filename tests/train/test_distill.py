@@ -155,21 +155,21 @@ def test_the_loss_is_that_against_the_teacher_mixed_with_that_against_the_data(m
 def test_steps_that_share_an_answer_ask_once_and_again_after_a_resume(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("campaign.settings.train", "train.distill"):
-        monkeypatch.setattr(f"atoll.{module}.ANSWERS", 16)
+    monkeypatch.setattr("atoll.campaign.settings.train.ANSWERS", 16)
     asked, teach = list[Any](), Teacher.teach
     monkeypatch.setattr(Teacher, "teach", lambda *args: asked.append(args[1].positions) or teach(*args))
     teacher = teacher_of([Checkpoint(Store.open(made), f"islands/{k}/expert").expert() for k in (0, 1)])
 
-    def losses(steps: range) -> list[float]:
-        task = task_of(made, teacher, batch=2, reuse=3)
-        return [float(task.step(task.batch(range(2 * n, 2 * n + 2)))[0].detach()) for n in steps]
+    def losses(steps: range) -> list[list[float]]:
+        task = task_of(made, teacher, batch=3, steps=56, reuse=3)
+        parts = [(range(3 * n, 3 * n + 1), range(3 * n + 1, 3 * n + 3)) for n in steps]
+        return [[float(task.step(task.batch(part))[0].detach()) for part in both] for both in parts]
 
     whole = losses(range(56))
-    assert len(asked) == len(set(asked)) == StudentConfig(reuse=3).asks(56) == 16 + 8
-    first, second, third, new = (whole[n * 16 :][:16] for n in range(4))
-    assert first == second == third and not {*first} & {*new}
-    assert losses(range(12, 20)) == whole[12:20]
+    assert len(asked) == len(set(asked)) == 2 * (10 + 10)  # two rounds of ten batches, in two parts each
+    assert whole[:10] == whole[10:20] == whole[20:30] and whole[30:40] == whole[40:50] != whole[:10]
+    assert whole[50:] == whole[40:46] and len({loss for pair in whole for loss in pair}) == len(asked)
+    assert losses(range(18, 33)) == whole[18:33]
 
 
 @pytest.mark.parametrize("prediction", ["v", "eps", "x0"])

@@ -2,7 +2,7 @@
 
 There, products of few rows go through other kernels than those of many, and an activation computes the
 numbers left over by its vectors in another way; both round otherwise. Filled up to `LEAST` and to a multiple
-of `FILLED`, rows always meet the same kernel. A GPU chooses by other rules: there they agree within rounding.
+of `FILLED`, rows always meet the same kernel. A GPU chooses by other rules: there rows agree within rounding.
 """
 
 from typing import Any

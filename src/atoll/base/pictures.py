@@ -60,7 +60,7 @@ def grid(
 ) -> Image.Image:
     """Pictures in rows, RGB, in cells as large as the largest picture; every pixel `scale` times as wide.
 
-    Labels are below the pictures, wrapped to their width; neighbours may share one, and the last have none.
+    Labels stand below, wrapped to the cells' width; equal neighbours share one, and the last may have none.
     """
     if not images or columns < 1 or scale < 1:
         raise ValueError("a grid needs at least one picture, one column and a scale of at least 1")

@@ -157,7 +157,7 @@ def divide(
     budget.update(zip(experts_of(k), experts, strict=True))
 
     # The student: its own passes, and those of the experts that it asks for an average row, in both branches
-    # of guidance where there is one, and at all of the teacher's steps to its next, in the steps that ask.
+    # of guidance where there is one, and at all of the teacher's steps to its next; once for `reuse` steps.
     if config.student is not None:
         own = denoiser_flops(config.denoiser("student")[0], shape, all_rows)
         teacher = sum(size * part.flops.forward for size, part in zip(sizes, experts, strict=True))
@@ -171,7 +171,6 @@ def divide(
             asked = (1 if how.routing.rule.fixed else path) + path * bool(guided and how.routing.of_null)
             teacher += asked * router.flops.forward
         steps = max(1, round(config.student.step_share * monolith.steps))
-        teacher *= config.student.asks(steps) / steps
-        flops = Flops(own.forward, own.train + teacher)
+        flops = Flops(own.forward, own.train + teacher / config.student.reuse)
         budget[Run("student")] = RunBudget(steps, config.student.batch(batch), flops)
     return {run: budget[run] for run in runs_of(config, planned=True)}

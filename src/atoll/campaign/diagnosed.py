@@ -11,7 +11,7 @@ from atoll.campaign.measured import Cluster, Number, Report, Time
 
 
 class OfSplit(Config):
-    """Of the rows of a split. `_se` is the standard error of the column before it, of independent rows."""
+    """A row measured on a split. `_se`: standard error of the column before it, as of independent rows."""
 
     split: str = column("Rows that were measured: `heldout` or `train`.", default="")
 

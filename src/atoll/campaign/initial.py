@@ -1,6 +1,6 @@
 """Where the weights of a run start: drawn, or in its `init/` from a checkpoint, pretraining or experts.
 
-`init/` holds the network as it starts. `init.json` names the origin, and what it was made for.
+`init/` holds the network as it starts; its `init.json` names origin, partition and network of the weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -306,7 +306,7 @@ def make_plan(
 def drawing(
     config: CampaignConfig, costs: Mapping[Run, RunCost], memory: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What the stages that draw take of one GPU; settings that make them fit: fewer experts or images."""
+    """What stages take of one GPU to draw; settings that make them fit: fewer experts, smaller batches."""
     own, most, k = config.sampling.residency, config.compare.batch, config.partition.k
     width = 4 if own.dtype == "float32" else 2  # bytes of a number
     weights = {run: cost.footprint.weights(width, own.stored) for run, cost in costs.items()}

@@ -37,8 +37,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
     # Starts are random: the best of several counts where its clusters are the final ones.
     many = fine > k and len(features) > WHOLE * max(fine, LEAST_FINE)
-    first = features, fine, seed_of(seed, "fine")
-    centroids = _nested(*first) if many else _kmeans(*first, redo=1 if fine > k else 8)
+    fit = features, fine, seed_of(seed, "fine")
+    centroids = _nested(*fit) if many else _kmeans(*fit, redo=1 if fine > k else 8)
     if fine > k:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
     if many:  # fine centroids count alike, whatever their rows

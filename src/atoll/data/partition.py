@@ -190,7 +190,7 @@ def count_rows(dataset: DataSet, clusters: Rows, k: int, weighted: bool) -> dict
 
 
 def carried(origin: Partition, clusters: Rows, dataset: DataSet, weighted: bool = False) -> Partition:
-    """The cut of another campaign for its rows; others are -1 in the clusters `(rows,)` and weigh nothing."""
+    """Another campaign's cut for this data set; rows of none of its clusters are -1, and weigh nothing."""
     changes = count_rows(dataset, clusters, origin.k, weighted)
     if not all(changes["sizes"]):
         what = f"no row of cluster {changes['sizes'].index(0)} of the origin is here"

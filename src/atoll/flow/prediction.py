@@ -67,7 +67,7 @@ def flow_velocity(
     `v = (x_t - x0) / max(t, DATA_EDGE)`: finite for every t in [0, 1], and a step from t >= DATA_EDGE to 0
     lands on that x0. With an exact network the error is then at most `D tanh(w / 4) / t`, where D is the
     diameter of the data and w the spread over the data of the change in log-likelihood: about `r |x_t| D`
-    at the noise end, r = (1 - hi) / hi; negligible at the data end, where data lie wider than the noise.
+    at the noise end, r = (1 - hi) / hi; negligible at the data end if data are further apart than the noise.
 
     An error of eps is magnified 1 / (1 - t) times in v, so that near noise a trained network says nothing of
     use. With a `bound` its x0 is held to what the data can be. That leaves an exact network as it is: its x0

@@ -1,5 +1,6 @@
 """From a campaign to jobs, and from jobs to this machine, Slurm, Ray or SkyPilot."""
 
+import math
 import pkgutil
 import shlex
 import sys
@@ -267,13 +268,15 @@ def plan_jobs(campaign: Campaign, on: Target | None = None, first: tuple[str, ..
         memory, work = BASE_MEMORY, 0.0
         if (plan := plans.get(run)) is not None:
             beat = read_heartbeat(store, f"{run.folder}/run")
-            done = min(1.0, ((beat and beat.step) or 0) / max(1, plan.steps))
             memory = BASE_MEMORY + STATE_BYTES * plan.parameters + 4 * plan.frozen + encoder
-            work = plan.train_flops * (1 - done)
-            if run.kind.task == "distill":  # its teachers, as if all were loaded
+            work = plan.train_flops * (1 - min(1.0, ((beat and beat.step) or 0) / max(1, plan.steps)))
+            if run.kind.task == "distill" and (student := config.student):
+                # Its teachers and their answers, as if one process held all.
                 experts = [plans[other] for other in plans if other.expert is not None]
                 memory += 4 * sum(one.parameters for one in experts)
                 memory += 4 * max((one.frozen for one in experts), default=0)
+                kept = student.kept(plan.steps) * (student.reuse > 1)
+                memory += 4 * kept * plan.batch * plan.shape.channels * math.prod(plan.shape.largest)
         needs = first + tuple(other.name for other in left if other.role in run.kind.needs(config))
         words = ("train", run.role, store.location, *options, *sets)
         threads = config.training(*run).threads

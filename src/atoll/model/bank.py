@@ -27,7 +27,7 @@ class Bank:
     """K experts with their router, or one network without.
 
     As a plain denoiser (`velocity`) it is the exact marginal flow: all experts, the router's weights. A
-    `sampler.Sampler` follows it under any routing strategy. `k` counts missing experts, `len` pretraining.
+    `sampler.Sampler` follows it under any routing strategy. `k` counts missing experts.
 
     Args:
         experts: denoisers in the order of the router's logits: a list, with None where one does not exist,

@@ -129,9 +129,8 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         own = {"experts": BANK, "router": ROUTER}.get(name)
         from_library, classes = COMPONENTS.get(name, ("", ()))
         if (library, class_name) != own and (library != from_library or class_name not in classes):
-            known = ", ".join(classes) or "no others"
             what = f"{MODEL_INDEX} wants {name} from {library}.{class_name}"
-            raise ConfigError(what, f"take one of a known class: {known}")
+            raise ConfigError(what, f"take one of a known class: {', '.join(classes) or 'no others'}")
         # Files that libraries might take for code, for pickled weights, or for a pipeline of its own.
         inside = [*islice((root / name).rglob("*"), MOST_FILES + 1)]
         if len(inside) > MOST_FILES:

@@ -22,7 +22,7 @@ with lean_imports():
 
 
 class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """`p(k | x_t, t, condition)` as logits; text takes `caption_channels` (D), labels `num_classes`."""
+    """`p(k | x_t, t, condition)` as logits: of text by `caption_channels` (D), of labels by `num_classes`."""
 
     card: Any = None
     """What it is, once published; as a component of a pipeline it travels alone."""
@@ -94,5 +94,4 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         for block in self.transformer_blocks:
             tokens = block(tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=adaln)
         shift, scale = (self.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
-        head = self.norm_out(tokens[:, :1]) * (1 + scale) + shift
-        return cast(Tensor, self.proj_out(head[:, 0]).float())
+        return cast(Tensor, self.proj_out((self.norm_out(tokens[:, :1]) * (1 + scale) + shift)[:, 0]).float())

@@ -1,7 +1,7 @@
 """Files of a local store: written whole or not at all, and what killed writers left is removed.
 
-A file is written under a passing name beside its own, which listings pass over, then renamed. That name is
-`#` and digits that say which process of which machine writes it, and so whether the writer lives.
+A file is written under a passing name beside its own, then renamed. Listings pass over such names: `#` and
+digits that say which process of which machine writes, and so whether it lives.
 """
 
 import itertools

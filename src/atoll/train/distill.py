@@ -23,7 +23,7 @@ from atoll.base.errors import ConfigError, PartitionError
 from atoll.campaign.folder import Campaign
 from atoll.campaign.initial import publish_initial
 from atoll.campaign.runs import Run, RunPlan, experts_of
-from atoll.campaign.settings.train import ANSWERS, VALIDATION_TIMES, StudentConfig
+from atoll.campaign.settings.train import VALIDATION_TIMES, StudentConfig
 from atoll.flow.objective import noisy, per_sample_loss
 from atoll.flow.schedule import RectifiedFlow, expand
 from atoll.model.bank import Bank
@@ -87,12 +87,13 @@ class DistillTask(DenoiserTask):
     ) -> None:
         super().__init__(network, rows)
         self.teacher, self.settings = teacher, settings
+        # First position, times and velocities; the states follow from the batch, which halves the memory.
         self._answers: dict[int, tuple[int, Tensor, Tensor]] = {}
 
     def batch(self, positions: range) -> Batch:
         """The samples at these positions, or those of an earlier step that come again."""
-        step, place = divmod(positions.start, self.recipe.plan.batch)
-        start = self.settings.learns_from(step) * self.recipe.plan.batch + place
+        step, offset = divmod(positions.start, (plan := self.recipe.plan).batch)
+        start = self.settings.learns_from(step, plan.steps) * plan.batch + offset
         return super().batch(range(start, start + len(positions)))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -115,15 +116,14 @@ class DistillTask(DenoiserTask):
         return validation(data, at, teacher_by_time=taught, teacher_loss=sum(taught) / max(1, len(taught)))
 
     def _taught(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        # As `Teacher.teach`, which is asked for the first of the steps that learn from an answer, and after
-        # a resume: of the same batch, so the bits are the same.
+        # The teacher is asked once for a batch, and again after a resume: of the same one, so bits are alike.
         if self.settings.reuse == 1:
             return self.teacher.teach(batch)
-        first = batch.positions[0][1]
-        place = first % (ANSWERS * self.recipe.plan.batch)
-        if (known := self._answers.get(place)) is None or known[0] != first:
+        first, plan = batch.positions[0][1], self.recipe.plan
+        slot = first % (self.settings.kept(plan.steps) * plan.batch)
+        if (known := self._answers.get(slot)) is None or known[0] != first:
             _, t, v = self.teacher.teach(batch)
-            known = self._answers[place] = first, t.cpu(), v.cpu()
+            known = self._answers[slot] = first, t.cpu(), v.cpu()
         t, v = (onto(part, self.device) for part in known[1:])
         return noisy(batch.x0, batch.eps, t, RectifiedFlow()), t, v
 

@@ -290,8 +290,8 @@ class _Run:
                 sums[key] = sums.get(key, 0.0) + value * weight / self.group.size
         means = dict(zip(sums, self.group.sum(list(sums.values())), strict=True))
         norm = clip(self.parameters, settings.clip)
-        # The cursor moves whether the step is admitted or not: a batch that does harm is left behind, and a
-        # resumed run meets the same ones.
+        # The cursor moves whether the step is admitted or not: a batch that does harm is left behind (a
+        # student's may come again), and a resumed run meets the same ones.
         state.samples, state.step = begin + plan.batch, state.step + 1
         self.loss = means["loss"]
         if state.guard.admits(self.loss, norm):

@@ -16,7 +16,7 @@ from atoll.store.lease import LeaseConfig
 WARMUP_SHARE = 0.2
 """Most of a run that warm-up takes, so that a small budget reaches the peak rate."""
 ANSWERS = 256
-"""Steps whose answers of a teacher are kept at once: to a network a batch that comes again so late is new."""
+"""Most batches whose answers are kept at once: fewer take less memory, and come again sooner."""
 VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -212,15 +212,15 @@ class StudentConfig(Config):
             raise ConfigError(what, "raise one of them")
         return round(monolith * self.batch_share)
 
-    def learns_from(self, step: int) -> int:
-        """The number of the batch, which the teacher has answered, that a step learns from."""
-        passes, place = divmod(step, ANSWERS * self.reuse)
-        return passes * ANSWERS + place % ANSWERS
+    def kept(self, steps: int) -> int:
+        """Batches whose answers are kept at once, so many that a run of these steps uses all to the end."""
+        rounds = math.ceil(steps / (ANSWERS * self.reuse))
+        return math.ceil(steps / (rounds * self.reuse))
 
-    def asks(self, steps: int) -> int:
-        """How many batches the teacher answers in so many steps."""
-        passes, place = divmod(steps, ANSWERS * self.reuse)
-        return passes * ANSWERS + min(place, ANSWERS)
+    def learns_from(self, step: int, steps: int) -> int:
+        """The number of the batch, among those that the teacher answers, that a step of a run learns from."""
+        kept = self.kept(steps)
+        return step // (kept * self.reuse) * kept + step % (kept * self.reuse) % kept
 
 
 class TrackingConfig(Config):

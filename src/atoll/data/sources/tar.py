@@ -1,7 +1,7 @@
 """A source: tar files of the WebDataset layout, such as img2dataset writes.
 
 The files of one name up to its first dot are one sample: a picture, a text, `json` whose fields are columns,
-`cls` and whatever else. Samples are found by name, and nothing is unpacked, unpickled or run.
+`cls` and whatever else. They are found wherever they lie, and nothing is unpacked, unpickled or run.
 
 A tar has no table of contents, so its headers are read once, from front to back, and what they say is kept in
 the cache folder, by the tar's size and state. That also finds a tar that was cut: one that does not end as
