@@ -214,7 +214,7 @@ class StudentConfig(Config):
 
     def kept(self, steps: int) -> int:
         """Batches whose answers are kept at once, so many that a run of these steps uses all to the end."""
-        rounds = math.ceil(steps / (ANSWERS * self.reuse))
+        rounds = max(1, math.ceil(steps / (ANSWERS * self.reuse)))
         return math.ceil(steps / (rounds * self.reuse))
 
     def learns_from(self, step: int, steps: int) -> int:
