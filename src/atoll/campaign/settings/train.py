@@ -213,14 +213,14 @@ class StudentConfig(Config):
         return round(monolith * self.batch_share)
 
     def kept(self, steps: int) -> int:
-        """Batches whose answers are kept at once, so many that a run of these steps uses all to the end."""
+        """Batches whose answers are kept at once: rounds of them divide the steps of a run evenly."""
         rounds = max(1, math.ceil(steps / (ANSWERS * self.reuse)))
         return math.ceil(steps / (rounds * self.reuse))
 
     def learns_from(self, step: int, steps: int) -> int:
         """The number of the batch, among those that the teacher answers, that a step of a run learns from."""
         kept = self.kept(steps)
-        return step // (kept * self.reuse) * kept + step % (kept * self.reuse) % kept
+        return step // (kept * self.reuse) * kept + step % kept
 
 
 class TrackingConfig(Config):
