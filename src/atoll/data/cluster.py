@@ -37,8 +37,8 @@ def fit(features: Features, k: int, fine: int, seed: int) -> Features:
     fine = max(k, min(fine, len(features) // POINTS_PER_CENTROID))
     # Starts are random: the best of several counts where its clusters are the final ones.
     many = fine > k and len(features) > WHOLE * max(fine, LEAST_FINE)
-    fit = features, fine, seed_of(seed, "fine")
-    centroids = _nested(*fit) if many else _kmeans(*fit, redo=1 if fine > k else 8)
+    cells = features, fine, seed_of(seed, "fine")
+    centroids = _nested(*cells) if many else _kmeans(*cells, redo=1 if fine > k else 8)
     if fine > k:
         centroids = _kmeans(centroids, k, seed_of(seed, "coarse"), redo=8)
     if many:  # fine centroids count alike, whatever their rows

@@ -3,7 +3,7 @@
 The cursor is the number of samples consumed, so a run may stop anywhere and go on with any number of
 processes or micro-batches and see the same rows. The shuffle is a permutation computed per position, not
 stored: a Feistel network over the smallest power of four that holds the rows, walked until it lands on
-a row (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It takes no memory.
+a row (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It takes no memory and no library.
 """
 
 import hashlib

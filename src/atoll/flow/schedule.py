@@ -129,7 +129,7 @@ class Discrete(Schedule):
 
     Level n, whose alpha^2 is the product of the first n + 1 of `1 - beta`, is the knot `t_n = n / (N - 1)`. A
     network is told its number, `(N - 1) t`. Between knots the log-SNR is linear in t; alpha^2 + sigma^2 = 1.
-    All is computed in float64 and returned in the dtype it came in; at a knot derivatives are its right ones.
+    All is computed in float64 and returned in the dtype it came in; at a knot derivatives are right-hand.
     """
 
     steps: int = 1000

@@ -94,4 +94,5 @@ class Router(ModelMixin, ConfigMixin):  # type: ignore[misc]
         for block in self.transformer_blocks:
             tokens = block(tokens, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=adaln)
         shift, scale = (self.scale_shift_table[None] + embedded[:, None]).chunk(2, dim=1)
-        return cast(Tensor, self.proj_out((self.norm_out(tokens[:, :1]) * (1 + scale) + shift)[:, 0]).float())
+        head = self.norm_out(tokens[:, :1]) * (1 + scale) + shift
+        return cast(Tensor, self.proj_out(head[:, 0]).float())

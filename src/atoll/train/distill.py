@@ -38,7 +38,6 @@ from atoll.train.rows import Batch, TrainingRows
 from atoll.train.tasks import DenoiserTask, validation
 
 Teach = Callable[[Batch], tuple[Tensor, Tensor, Tensor]]
-"""States `(B, C, H, W)` of a batch, their times `(B,)`, and the velocities to learn there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Teacher:
     steps: int | None = None
 
     def teach(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """What a student learns of a batch; see `Teach`."""
+        """States `(B, C, H, W)`, their times `(B,)`, and the velocities to learn there."""
         how = self.generation.at(*batch.x0.shape[2:])
         # Clusters are fetched from a GPU only where they are asked for.
         asked = batch.clusters if how.routing.needs_labels else None
@@ -92,8 +91,8 @@ class DistillTask(DenoiserTask):
 
     def batch(self, positions: range) -> Batch:
         """The samples at these positions, or those of an earlier step that come again."""
-        step, offset = divmod(positions.start, (plan := self.recipe.plan).batch)
-        start = self.settings.learns_from(step, plan.steps) * plan.batch + offset
+        step, offset = divmod(positions.start, self.recipe.plan.batch)
+        start = self.settings.learns_from(step, self.recipe.plan.steps) * self.recipe.plan.batch + offset
         return super().batch(range(start, start + len(positions)))
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
