@@ -151,5 +151,5 @@ def check_sides(name: str, patch: int, latents: Sequence[tuple[int, int]]) -> No
             raise ConfigError(f"the {name} family takes square latents only, not {width}x{height}", fix)
         if height % patch or width % patch:
             named = f"{height} px" if height == width else f"{width}x{height} px"
-            where = "router.patch" if name == "router" else "patch"
-            raise ConfigError(f"latents of {named} do not divide into patches of {patch}", f"change {where}")
+            fix = f"change {'router.patch' if name == 'router' else 'patch'} or the sizes in data.ingest"
+            raise ConfigError(f"latents of {named} do not divide into patches of {patch}", fix)
