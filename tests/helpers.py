@@ -47,8 +47,7 @@ compare: {samples: 24, steps: 2, shown: 4, fit_rows: 60, batch: 10}
 def of_no_number(part: Path) -> None:
     """Make all weights of a published network NaN, and its card agree."""
     path, card = part / "diffusion_pytorch_model.safetensors", part / "card.json"
-    weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
-    save_file(weights, path)
+    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}, path)
     card.write_text(json.dumps({**json.loads(card.read_text()), "weights_sha256": sha256(path.read_bytes())}))
 
 

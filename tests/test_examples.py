@@ -195,8 +195,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAMPLES", "2000")
     names: dict[str, Any] = {}
-    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-    for number, cell in enumerate(cells, 1):
+    for number, cell in enumerate([cell for cell in book["cells"] if cell["cell_type"] == "code"], 1):
         assert cell["execution_count"] == number
         tree = ast.parse("".join(cell["source"]))
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None

@@ -18,6 +18,8 @@ from atoll.data import partition as partitions
 from atoll.data import weights
 from atoll.data.dataset import WEIGHTS, DataSet
 from atoll.data.weights import DUPLICATES, leave_duplicates_out, out_for_good
+from atoll.store.lease import Held, LeaseConfig, acquire, new_holder
+from atoll.store.log import Log
 from atoll.store.store import Store
 from atoll.train.run import train_run
 from helpers import command, partitioned
@@ -98,6 +100,14 @@ def test_what_was_trained_on_them_goes_only_when_asked(campaign: Campaign, tmp_p
     opt_out_stage(campaign, path, retrain=True)
     assert not campaign.store.list("islands/0/expert") and not campaign.store.list("islands/0/run")
     assert campaign.store.list("islands/1/expert")
+
+
+def test_a_run_that_somebody_trains_is_not_removed(campaign: Campaign, tmp_path: Path) -> None:
+    acquire(Log(campaign.store.sub("islands/0/run"), new_holder()), LeaseConfig())
+    before, (path, _) = digests(tmp_path / "c"), listed(campaign, tmp_path, 0)
+    with pytest.raises(Held, match="holds this run; its last sign of life was 0 s ago"):
+        opt_out_stage(campaign, path, retrain=True)
+    assert digests(tmp_path / "c") == before
 
 
 def test_opting_out_goes_on_where_it_was_killed(

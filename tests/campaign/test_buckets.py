@@ -65,12 +65,11 @@ SIZES = {"none": ["16x16", "24x12", "12x24"], "vae": ["32x32", "48x24", "24x48"]
 
 def settings(folder: Path, vae: str) -> dict[str, Any]:
     """Those of a campaign of the pictures in a folder, which is filled."""
-    buckets = {"sizes": SIZES[vae], "min_rows": 4}
     data = {
         "source": str(aspects(folder / "pictures", PICTURES)),
         "text_encoder": str(text_tower(folder / "text")),
         "vae": "none" if vae == "none" else str(small_vae(folder / "vae")),
-        "ingest": {"size": 16 if vae == "none" else 32, "buckets": buckets},
+        "ingest": {"size": 16 if vae == "none" else 32, "buckets": {"sizes": SIZES[vae], "min_rows": 4}},
     }
     return merged(SETTINGS, {"data": data})
 
@@ -121,8 +120,7 @@ def test_the_plan_counts_tokens(made: Path) -> None:
     )
     plan = make_plan(campaign.config, known, load_gpus(), "l4")
     for run in experts_of(2):
-        card = json.loads((made / run.plan).read_text())
-        assert plan.runs[run].budget.train_flops == card["train_flops"]
+        assert plan.runs[run].budget.train_flops == json.loads((made / run.plan).read_text())["train_flops"]
     spent = sum(cost.budget.train_flops for cost in plan.own)
     assert spent == pytest.approx(plan.monolith.budget.train_flops, rel=0.05)
 

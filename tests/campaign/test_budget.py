@@ -96,7 +96,7 @@ def test_equal_is_the_papers_setting(k: int) -> None:
 def test_islands_of_their_own_kind() -> None:
     """A deeper expert gets fewer steps, a larger batch too; the sum stays."""
     changes = {0: {"network": {"depth": 3}}, 1: {"train": {"batch": 32}}}
-    made = budget([500, 500, 500], budget={"samples": 500_000}, islands=changes)
+    made = budget([500, 500, 500], budget={"samples": 500_000, "expert_batch": 16}, islands=changes)
     deep, wide, plain = experts(made)
     assert deep.flops.train > 2 * plain.flops.train and deep.steps < plain.steps / 2
     assert wide.batch == 32 and wide.steps == pytest.approx(plain.steps / 2, rel=0.01)

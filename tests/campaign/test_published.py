@@ -332,10 +332,9 @@ def test_encoders_that_stay_outside_are_loaded_beside_those_in_the_folder(
     monkeypatch.setattr("atoll.export.encoders.licence_of", lambda name: small.get(Path(name).name))
     assert run("export", folder.parent / "c", "--to", tmp_path / "out", "--no-picture").code == 0
     assert [path.name for path in (tmp_path / "out").glob("text_encoder*")] == ["text_encoder"]
-    allowed = Campaign.open(folder.parent / "c").config.encoders
     with pytest.raises(ConfigError, match="does not know"):
         load(tmp_path / "out")
-    pipe = load(tmp_path / "out", encoders=allowed)
+    pipe = load(tmp_path / "out", encoders=Campaign.open(folder.parent / "c").config.encoders)
     how = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "latent"}
     drawn = pipe(PROMPTS, generator=torch.Generator().manual_seed(7), **how).images
     generation = model.generation.with_(steps=STEPS, guidance=GUIDANCE, seed=7)

@@ -34,6 +34,7 @@ def parse(**changes: object) -> CampaignConfig:
         ({"islands": {1: {"objective": {"predicts": "eps"}}}}, r"unknown key 'predicts' in islands\.1\.obj"),
         ({"islands": {1: EPS}, "student": AVERAGE}, "equal networks, schedules and pred.* expert 1's differ"),
         ({**EPS, "student": AVERAGE}, "expert 0's differ from the student's: .* rectified-flow and v"),
+        ({"student": {"routing": "full"}}, "student.routing: the teacher .*: set student.teacher: routed"),
         ({"islands": {1: {"objective": {"prediction": "noise"}}}}, r"'prediction' in islands\.1\.objective"),
         ({"islands": {1: {"network": {"dept": 3}}}}, r"unknown key 'dept' in islands.1.network: .* 'depth'"),
         ({"islands": {1: {"nettwork": {}}}}, r"unknown key 'islands.1.nettwork' .*did you mean 'network'"),

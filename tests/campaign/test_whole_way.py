@@ -231,9 +231,8 @@ def test_text_encoded_in_training_trains_the_same_weights(tmp_path: Path) -> Non
         folder = assembled(tmp_path / str(precompute), own)
         columns = {path.name for path in folder.glob("islands/*/data/columns/*")}
         assert columns == {"latents", "split", "text" if precompute else "tokens"}
-        store = Store.open(folder)
-        names = ("islands/0", "islands/1", "router")
-        cards.append([Checkpoint(store, f"{name}/expert").card for name in names])
+        places = (folder / name for name in ("islands/0", "islands/1", "router"))
+        cards.append([Checkpoint(Store.open(place), "expert").card for place in places])
     for stored, encoded in zip(*cards, strict=True):
         assert (stored.weights_sha256, stored.text) == (encoded.weights_sha256, encoded.text)
     run("compare", folder, "--set", "evaluate.samples=8", "--set", "evaluate.components=4")

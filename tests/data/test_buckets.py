@@ -187,8 +187,7 @@ def test_squares_are_as_they_always_were(tmp_path: Path, store: Store) -> None:
     whole = ingest(FolderSource(folder), store, "d", plain)
     assert whole.buckets is None and whole.table().column_names == ROWS.names
     assert whole.manifest.config == plain.model_dump()
-    source = decode((folder / "66x30-000.png").read_bytes())
-    assert whole.image(3).tobytes() == square(source, 16).tobytes()
+    assert whole.image(3).tobytes() == square(decode((folder / "66x30-000.png").read_bytes()), 16).tobytes()
 
 
 @pytest.mark.parametrize(

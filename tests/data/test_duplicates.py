@@ -159,8 +159,7 @@ def test_a_series_of_small_drawings_stays(tmp_path: Path) -> None:
     for path in root.iterdir():
         path.with_suffix(".txt").write_text(path.name)
     dataset = dataset_of(root)
-    found = dedupe(dataset, DedupeConfig(), "none")
-    assert kept_by(dataset, found) == {
+    assert kept_by(dataset, dedupe(dataset, DedupeConfig(), "none")) == {
         "smile.png": "smile-again.webp",
         "frown.png": "frown-again.webp",
         "pixel.png": "pixel-square.png",

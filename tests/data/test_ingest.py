@@ -216,8 +216,7 @@ def test_one_group_cannot_be_split(store: Store) -> None:
     words = r"one group.*; 1 of 2 were rejected \(unreadable: 1; the first: a.png"
     with pytest.raises(DataError, match=words):
         ingest(Rows(bad), store, "d", CONFIG)
-    dataset = ingest(Rows(rows), store, "d", CONFIG.model_copy(update={"heldout": 0.0}))
-    assert len(dataset.split("train")) == 3
+    assert len(ingest(Rows(rows), store, "d", CONFIG.model_copy(update={"heldout": 0.0})).split("train")) == 3
 
 
 def test_no_usable_row_leaves_no_trace(store: Store) -> None:
@@ -295,8 +294,7 @@ def test_parts_make_the_data_set_though_one_is_lost(
     source.records = lambda start, stop: made.append(start) or Rows.records(source, start, stop)  # type: ignore[method-assign,assignment]
     ingest(source, store, "d", CONFIG)
     assert tree(tmp_path / "store") == tree(serial)
-    settled = 6  # shards that hold ids of earlier ones, and are written again
-    assert len(made) == settled + (lost is not None)
+    assert len(made) == 6 + (lost is not None)  # 6 hold ids of earlier ones, and are written again
     work(1)  # after the end a part costs a look
     assert tree(tmp_path / "store") == tree(serial)
 

@@ -45,8 +45,7 @@ def test_samples_are_the_rows_asked_for(encoded: DataSet) -> None:
     for value, row in zip(samples.latents(index), rows[index], strict=True):
         pixels = np.asarray(encoded.image(int(row)), dtype=np.float32) / 127.5 - 1
         np.testing.assert_allclose(value[0].numpy(), pixels, atol=1e-3)  # float16
-    captions = encoded.take(rows[index]).column("caption").to_pylist()
-    states, mask = text_encoder("minilm", 12).encode(captions)
+    states, mask = text_encoder("minilm", 12).encode(encoded.take(rows[index]).column("caption").to_pylist())
     cond = samples.conditions(index)
     assert cond.text is not None and cond.mask is not None
     assert cond.text.shape[1] == cond.mask.shape[1] == samples.shape.text_length

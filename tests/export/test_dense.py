@@ -166,8 +166,7 @@ def own_pictures(
     student = Checkpoint(Campaign.open(folder).store, "student/expert").expert()
     assert student.card is not None
     shape = student.card.shape
-    sides = 1, shape.channels, shape.size, shape.size
-    noise = torch.randn(sides, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(1, shape.channels, shape.size, shape.size, generator=torch.Generator().manual_seed(0))
     how = Generation(steps=STEPS, shift=SHIFT, guidance=guidance)
     sampler = Sampler(Bank([student]), cond, null, Row.each(how, [0]), noise)
     plain = sampler.run()
@@ -335,8 +334,7 @@ def test_what_no_stock_pipeline_runs_is_refused_before_training(tmp_path: Path, 
     refused(run("plan", folder), "DiTPipeline needs a VAE", "student.stock=false")
     write_campaign(folder, merged(TEXTS, patches))
     refused(run("plan", folder), "FluxPipeline makes patches of 2", "patch: 2", "student.stock=false")
-    vae = str(small_vae(tmp_path / "vae"))
-    write_campaign(folder, merged(LABELS, {"data": {"vae": vae}}))
+    write_campaign(folder, merged(LABELS, {"data": {"vae": str(small_vae(tmp_path / "vae"))}}))
     refused(run("launch", folder), "shifts by 0.1159")
     assert not (folder / "partition/partition.json").exists()
 

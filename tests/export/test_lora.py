@@ -34,9 +34,8 @@ def published(folder: Path, name: str, lora: dict[str, object] | None, std: floa
     data = serialised(whole)
     campaign.store.put(f"islands/0/init/{WEIGHTS}", data)
     if lora is None:  # a low-rank change, and of one layer's bias
-        linear = {n for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
         state = {n: v.clone() for n, v in whole.items()}
-        for layer in linear:
+        for layer in [n for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)]:
             weight = state[f"{layer}.weight"]
             weight += torch.outer(torch.randn(len(weight)), torch.randn(weight.shape[1])) * std
         network.load_state_dict(state)

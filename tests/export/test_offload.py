@@ -38,6 +38,14 @@ def test_the_same_pictures_to_the_bit(saved: Path, routing: str, budget: dict[st
     assert 0 < trace.router_flops < trace.expert_flops
 
 
+@pytest.mark.parametrize("residency", [None, Residency(experts=1)])
+def test_with_the_offloading_of_diffusers(saved: Path, residency: Residency | None) -> None:
+    """Also where the bank has no parameter that its hooks could ask for the device."""
+    pipe = load(saved, residency=residency)
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert torch.equal(draw(pipe, "top-1").images, draw(load(saved), "top-1").images)
+
+
 def test_a_type_of_numbers(saved: Path, tmp_path: Path) -> None:
     budget = Residency(experts=1)
     whole = draw(load(saved, torch_dtype=torch.bfloat16), "top-1").images

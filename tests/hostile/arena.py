@@ -62,8 +62,7 @@ class Arena:
         self.folder, self.nursery, self.seconds = folder, nursery, seconds
         self.inside = folder / "inside"
         for name, template in templates.items():
-            copy = partial(_copy, large)
-            shutil.copytree(template, self.inside / name, copy_function=copy, symlinks=True)
+            shutil.copytree(template, self.inside / name, copy_function=partial(_copy, large), symlinks=True)
         (self.inside / "tmp").mkdir(parents=True, exist_ok=True)
         (folder / "beside.txt").write_text("not yours")
 

@@ -35,8 +35,7 @@ def test_a_model_card_shows_words_and_obeys_none() -> None:
     }
     call = {"num_inference_steps": 2, "guidance_scale": 2.0, "routing": "top-1"}
     parts = [card(role=role, condition="text", shape=vars(shape)) for role in ("router", "expert")]
-    text = model_card(parts[0], {0: parts[1]}, 1, facts, call, True, NAME)
-    _, head, body = text.split("---\n", 2)
+    _, head, body = model_card(parts[0], {0: parts[1]}, 1, facts, call, True, NAME).split("---\n", 2)
     facts = yaml.safe_load(head)
     assert facts["license"] == "other" and facts["license_name"] == "mit-pipeline-tag-evil-owned"
     assert facts["pipeline_tag"] == "text-to-image"

@@ -136,6 +136,7 @@ def test_gpus_are_shared_by_number(capsys: pytest.CaptureFixture[str]) -> None:
 TWO = Placement(nodes=2)
 UNFIT = [({"gpus": 2}, "b asks for 2 GPUs, this machine has 1"), ({"place": TWO}, "2 nodes, here is one")]
 UNFIT += [({"gpus": 1, "env": {local.DEVICES: "1"}}, "launch.env sets CUDA_VISIBLE_DEVICES, which this")]
+UNFIT += [({"processes": 2}, "b: 2 processes would share a GPU: set launch.gpus")]
 
 
 @pytest.mark.parametrize(("asked", "words"), UNFIT)

@@ -322,8 +322,7 @@ def test_an_ensemble_on_its_way_has_the_averaged_weights_of_that_step(made: Path
     stage = course.ensemble()[1]
     for number in range(2):
         commits = [e for e in entries(made / f"islands/{number}") if e["kind"] == "commit" and e["milestone"]]
-        folder = made / f"islands/{number}/run" / commits[1]["checkpoint"]
-        expected = load_file(folder / "ema.safetensors")
+        expected = load_file(made / f"islands/{number}/run" / commits[1]["checkpoint"] / "ema.safetensors")
         loaded = course.experts[number].stored(stage.chosen[f"experts/{number}"]).expert()
         assert all(torch.equal(p, expected[name]) for name, p in loaded.network.named_parameters())
 

@@ -54,8 +54,7 @@ def test_they_come_back_without_the_pictures(tmp_path: Path, encoder: VisionEnco
     flip(path)
     with pytest.raises(StoreError, match="does not match its SHA-256"):
         features(later, encoder)
-    tree = json.loads(store.path(one.key).read_text())
-    store.put_json(one.key, {**tree, "format": "atoll/statistics 2"})
+    store.put_json(one.key, {**json.loads(store.path(one.key).read_text()), "format": "atoll/statistics 2"})
     with pytest.raises(DataError, match="is of atoll/statistics 2"):
         features(later, encoder)
 
@@ -100,8 +99,7 @@ class Shuffled:
         return self.count
 
     def batches(self, part: range, batch: int) -> Iterator[Batch]:
-        order = np.random.default_rng(0).permutation(part)
-        for numbers in np.array_split(order, max(1, len(part) // batch)):
+        for numbers in np.array_split(np.random.default_rng(0).permutation(part), max(1, len(part) // batch)):
             pictures = [Image.new("L", self.size, int(n)) for n in numbers]
             yield Batch(numbers.tolist(), pictures, [str(n) for n in numbers])
 

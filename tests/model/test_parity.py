@@ -101,8 +101,7 @@ def run(world: World, bank: Bank, routing: str, guidance: float = 2.5) -> tuple[
 
 def same(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(result[1].double(), expected[1].double(), rtol=1e-4, atol=1e-5)
-    bound = 1e-5 * float(expected[0].abs().max())
-    torch.testing.assert_close(result[0], expected[0], rtol=0, atol=bound)
+    torch.testing.assert_close(result[0], expected[0], rtol=0, atol=1e-5 * float(expected[0].abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.rows = nn.Parameter(torch.tensor(2.0), requires_grad=False), list[int]()
+        self.first, self.weight = (nn.Parameter(torch.tensor(v), requires_grad=False) for v in (0.0, 2.0))
+        self.rows = list[int]()
 
     def forward(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         self.rows.append(len(x))
-        return self.weight * x + (t if cond.text is None else t + cond.text.sum((1, 2)))[:, None]
+        return self.first + self.weight * x + (t if cond.text is None else t + cond.text.sum((1, 2)))[:, None]
 
 
 @pytest.fixture

@@ -175,10 +175,13 @@ def test_only_the_guilty_request_fails(
     assert isinstance(failure, Failed) and failure.repeats and "a kernel fell over" in failure.message
 
 
-def test_an_engine_whose_device_is_lost_ends(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("of", "what"), [(Expert, "velocity"), (Model, "conditions"), (Model, "pictures")])
+def test_an_engine_whose_device_is_lost_ends(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, of: type, what: str
+) -> None:
     """It would fail all requests for ever, and be called ready."""
     client = serving()
-    monkeypatch.setattr(Expert, "velocity", lambda *_: 1 / 0)
+    monkeypatch.setattr(of, what, lambda *_: 1 / 0)
     monkeypatch.setattr(torch, "zeros", lambda *_, **more: 1 / 0)
     job = client.ask(WAYS[1])
     until(lambda: client.engine.state == FAILED and not job.waiting)

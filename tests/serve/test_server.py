@@ -45,8 +45,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def drawn(client: openai.OpenAI, **request: object) -> list[bytes]:
-    answer = client.images.generate(prompt="1", **request)  # type: ignore[call-overload]
-    return [pixels(picture.b64_json) for picture in answer.data]
+    return [pixels(picture.b64_json) for picture in client.images.generate(prompt="1", **request).data]  # type: ignore[call-overload]
 
 
 def test_the_client_draws_what_the_model_draws(client: openai.OpenAI, folder: Path) -> None:

@@ -64,5 +64,4 @@ def nearest(name: str, names: Iterable[str], forms: Sequence[str] = ()) -> str:
     """A hint for a wrong name: the closest valid one if any is close, and all of them, or their `forms`."""
     valid = sorted(names)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}valid: {', '.join(forms or valid)}"
+    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(forms or valid)}"

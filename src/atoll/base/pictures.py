@@ -89,8 +89,9 @@ def grid(
             sheet.paste(large, (left, y + (height - large.height) // 2))
         for middle, lines in written:
             for line, text in enumerate(lines):
-                place = middle, y + height + 2 + line * (_LABEL + 3)
-                draw.text(place, text, "#444444", _font(), anchor="ma")
+                draw.text(
+                    (middle, y + height + 2 + line * (_LABEL + 3)), text, "#444444", _font(), anchor="ma"
+                )
         y += height + room + pad
     return sheet
 
@@ -98,9 +99,8 @@ def grid(
 def _wrapped(label: str, width: int) -> list[str]:
     """Lines of a label, at most `_LINES`; what is left out is an ellipsis."""
     most = width * _LINES  # no letter is narrower than a pixel
-    text = "".join(c if c.isprintable() else " " for c in label[:most])
     lines = [""]
-    for word in text.split():
+    for word in "".join(c if c.isprintable() else " " for c in label[:most]).split():
         longer = f"{lines[-1]} {word}".strip()
         if _font().getlength(longer) <= width:
             lines[-1] = longer

@@ -82,8 +82,7 @@ class ProcessGroup:
             return
         specs = [(name, value.dtype, value.shape) for name, value in tensors.items()]
         for name, dtype, shape in self._gather(specs)[source]:
-            own = self.rank == source
-            value = tensors[name].contiguous() if own else torch.empty(shape, dtype=dtype)
+            value = tensors[name].contiguous() if self.rank == source else torch.empty(shape, dtype=dtype)
             with named("a checkpoint's tensor"):
                 dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: gloo knows few dtypes
             yield name, value

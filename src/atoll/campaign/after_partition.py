@@ -26,6 +26,8 @@ from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.data.subsets import union, write_subset
 from atoll.data.weights import DUPLICATES, OPTED_OUT, opt_out
+from atoll.store.lease import acquire, new_holder
+from atoll.store.log import Log
 from atoll.store.store import Absent, Store
 
 COLUMN = "clusters"
@@ -201,6 +203,9 @@ def _write_islands(
     seeded, keys, names = Run("pretrain") in whole, list[str](), list[str]()
     for run in plans:
         if run.expert is None or seeded or run.expert in changed:
+            place = store.sub(f"{run.folder}/run")
+            if retrain and place.list():  # refused where somebody trains it, who would go on with these rows
+                acquire(Log(place, new_holder()), campaign.config.training(*run).lease)
             started = ["init"] if plans[run].init in ("pretrain", "experts") else []
             own = [key for part in ("run", "expert", *started) for key in store.list(f"{run.folder}/{part}")]
             keys, names = keys + own, names + [run.name] * bool(own)

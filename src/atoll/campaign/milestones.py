@@ -53,8 +53,7 @@ class TrainingRun:
         if not (self.milestones and self.steps):
             return None
         near = min(self.milestones, key=lambda milestone: abs(milestone.step / self.steps - share))
-        rounding = max(1 / self.steps, 1 / steps) + 1e-9
-        return near if abs(near.step / self.steps - share) <= rounding else None
+        return near if abs(near.step / self.steps - share) <= max(1 / self.steps, 1 / steps) + 1e-9 else None
 
     def card_at(self, milestone: Entry) -> Card:
         """The card of the network as it was at a milestone, but for the digest of its weights."""

@@ -41,8 +41,7 @@ class Samples:
         self._labels = dataset.labels if condition == "class" else None
         here = [self._latents.meta.shape, [0] if self._text is None else [null_states(self._text).shape[-1]]]
         # Data of an island are checked against the plan here, before hours of training: files may be swapped.
-        sides = [] if shape.sizes else [shape.size, shape.size]
-        if here != [[shape.channels, *sides], [shape.text_width]]:
+        if here != [[shape.channels, *([] if shape.sizes else [shape.size] * 2)], [shape.text_width]]:
             what = f"{dataset.store.name(dataset.prefix)} holds latents of {here[0]} and texts of {here[1]}"
             fix = "restore the file, or start a new campaign"
             raise DataError(f"{what}; the network was planned for others, {shape}", fix)

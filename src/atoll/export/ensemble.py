@@ -96,8 +96,7 @@ def export_campaign(campaign: Campaign, request: ExportRequest) -> Path:
         writer.finish(facts, picture, request.name)
     if request.key is not None:
         others = (entry_of(folder, "", name) for name in folder.list() if "/" not in name)
-        entries = [*writer.entries, *others]
-        sign(folder, "", {entry.path: entry.sha256 for entry in entries}, request.key)
+        sign(folder, "", {entry.path: entry.sha256 for entry in (*writer.entries, *others)}, request.key)
     say(f"wrote {root}: experts {listed(chosen)} of {manifest.k} and the router")
     warn_of_missing([number for number in range(manifest.k) if number not in chosen])
     return root

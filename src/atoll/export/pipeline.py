@@ -109,6 +109,9 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
             guidance_scale=float(guidance_scale),
             routing=str(Routing.named(routing)),
         )
+        if experts.residency is not None:  # brought one by one: the bank has no parameter to ask for a device
+            self._exclude_from_cpu_offload = ["experts"]
+            self.model_cpu_offload_seq = self.model_cpu_offload_seq.replace("->experts", "")
         self.about: Mapping[str, Any] = {}
         self.picture: bytes | None = None
         self._told_of: Mapping[str, str] = {}
@@ -248,10 +251,8 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         encoder = vae = None
         parts = [getattr(self, name) for name in with_tokenizers(text_parts(card.text))]
         if card.text is not None and all(part is not None for part in parts):
-            length = card.text["max_length"]
-            if not card.shape.pooled_width:
-                length = prompt_length(self.text_encoder, length)
-            pairs = [*zip(parts[::2], parts[1::2], strict=True)]
+            most, pairs = card.text["max_length"], [*zip(parts[::2], parts[1::2], strict=True)]
+            length = most if card.shape.pooled_width else prompt_length(self.text_encoder, most)
             encoder = TextEncoder(card.text["name"], pairs, length, device)
         if not self._lacks_vae:
             by = card.latents

@@ -201,8 +201,7 @@ def export_stock(campaign: Campaign, request: ExportRequest) -> Path:
     for name, place in stock.components.items():
         if name in loaded and index[place] == [None, None]:
             kind = "AutoTokenizer" if name == "tokenizer" else type(loaded[name]).__name__
-            producer = card.latents if name == "vae" else card.text or {}
-            outside[place] = (kind, str(producer["name"]))
+            outside[place] = (kind, str((card.latents if name == "vae" else card.text or {})["name"]))
     # The picture of an earlier export would show what another model draws.
     folder.delete(PICTURE)
     if request.picture:

@@ -149,6 +149,8 @@ def _must_fit(jobs: Sequence[Job], gpus: int) -> None:
         if (job.gpus or 0) > gpus:
             fix = "set launch.gpus to fewer, or launch it elsewhere (launch.on)"
             raise AtollError(f"{job.name} asks for {job.gpus} GPUs, this machine has {gpus}", fix)
+        if gpus and job.gpus is None and job.processes > 1:
+            raise AtollError(f"{job.name}: {job.processes} processes would share a GPU", "set launch.gpus")
         if gpus and job.gpus != 0 and DEVICES in job.env:
             fix = f"set {DEVICES} of atoll launch itself, or launch.gpus=0"
             raise AtollError(f"{job.name}: launch.env sets {DEVICES}, which this launch deals out", fix)

@@ -11,8 +11,8 @@ from atoll.base.errors import INTERRUPTED, AtollError, ConfigError
 from atoll.base.safe_parse import expanded
 from atoll.launch.job import Job, Site
 
-DIED = 143
-"""Code of a process that a TERM ended."""
+LEFT = f"{INTERRUPTED}|143"
+"""Codes of what a TERM ended: a run that saved, and a process that did not catch it yet."""
 BROKE = "1|13[4-9]"
 """Codes of a run that broke: an error nobody foresaw, an abort as of NCCL, a kill. 2 is a user's mistake."""
 PYTHON, WAITS, ASSEMBLES, ARRAYS = None, False, True, True
@@ -58,14 +58,13 @@ def script(job: Job, site: Site) -> str:
     log = str(_prints(job, site) / job.slug).replace("%", "%%") + "-%a" * (job.count > 1) + ".out"
     # A bare number is minutes, and 0 would be no limit. A run that is warned at its start would take no step.
     minutes = slurm.hours and max(1, round(60 * slurm.hours))
-    warn = min(slurm.warn, 30 * minutes) if minutes else slurm.warn
     options = [
         f"--job-name={job.label(site.campaign)}",
         _quoted(f"--output={log}"),
         # A job that is queued again writes to the same file, and would by default empty it.
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{warn}",
+        f"--signal=B:USR1@{min(slurm.warn, 30 * minutes) if minutes else slurm.warn}",
         f"--nodes={job.place.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={job.cpus}",
@@ -92,7 +91,7 @@ def script(job: Job, site: Site) -> str:
     # SLURM_JOB_ID of an array's last task is the number of the whole array.
     me = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.count > 1 else "$SLURM_JOB_ID"
     # A stage that is no run has no checkpoint, and what broke it would break it again.
-    left, broke = (INTERRUPTED, BROKE) if job.saves else (DIED, "none")
+    broke = BROKE if job.saves else "none"
     if job.place.nodes > 1:
         # One torchrun on each node; they meet at this first one. srun dies of a TERM, so its steps are told.
         # Jobs of several runs may share a first node, so one port for all would clash.
@@ -101,7 +100,7 @@ def script(job: Job, site: Site) -> str:
         # With --kill-on-bad-exit, the first node that leaves would end the others before they have saved.
         command = f"srun {tasks} --kill-on-bad-exit=0 {job.shell('$host', '$port')}"
         tell = f'scancel --signal=TERM "{me}"'
-    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=left, broke=broke, me=me)
+    return "\n".join(lines) + "\n" + BODY.format(tell=tell, command=command, left=LEFT, broke=broke, me=me)
 
 
 def _prints(job: Job, site: Site) -> Path:

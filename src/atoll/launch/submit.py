@@ -62,8 +62,7 @@ def launch_campaign(campaign: Campaign, on: Target | None, dry_run: bool, out: P
         from atoll.campaign.partition import make_islands
         from atoll.campaign.prepare import prepare_data
 
-        waits = launcher(campaign.config.launch.target("data", None, on)).WAITS
-        if not (campaign.is_partitioned or waits):
+        if not (campaign.is_partitioned or launcher(campaign.config.launch.target("data", None, on)).WAITS):
             say("the data set is made here, within this command; launch.data.workers=1 makes it with a job")
         workers = campaign.config.launch.data.workers  # of this machine, as jobs elsewhere are done by now
         words = _set_words(campaign)

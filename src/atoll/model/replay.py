@@ -4,6 +4,7 @@ The host starts the kernels of a call one by one, a thousand of them: PixArt-XL/
 for 16. An ensemble makes K calls of few rows where one network makes one of many. A graph starts all at once.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.condition import Condition
-from atoll.networks.lora import is_change
 
 Call = Callable[[Tensor, Tensor, Condition], Tensor]
 MOST = 48
@@ -44,11 +44,9 @@ class Replayed:
     """
 
     def __init__(self, network: nn.Module, call: Call, device: str = "cuda") -> None:
-        self._network, self._call, self._device = network, call, device
+        self._call, self._device = call, device
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        # Weights move all together, but for those of a network that experts change (LoRA): these stay.
-        changed = [name for name, _ in network.named_parameters() if is_change(name)]
-        self._mark = changed[0] if changed else None
+        self._weights = tuple(network.parameters())
 
     def __call__(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if x.device.type != self._device or torch.is_grad_enabled():
@@ -56,9 +54,7 @@ class Replayed:
         rows, parts = filled(len(x)), cond.parts()
         inputs = [x, t, *parts.values()]
         # A graph holds addresses: where the weights lie tells whose they are.
-        mark = next(self._network.parameters(), None)
-        mark = mark if self._mark is None else self._network.get_parameter(self._mark)
-        weights = 0 if mark is None else mark.data_ptr()
+        weights = tuple(weight.data_ptr() for weight in self._weights)
         key = (weights, rows, *parts, *((part.shape[1:], part.dtype) for part in inputs))
         graph = self._graphs.get(key)
         if graph is None:
@@ -76,7 +72,8 @@ class Replayed:
                     self._graphs.popitem(last=False)
                 return run()[: len(x)]
             try:
-                graph = _Graph(held, *record(run))
+                with torch.cuda.device_of(x):  # a thread's current GPU may be another
+                    graph = _Graph(held, *record(run))
             except RuntimeError:  # no memory for it, or a call that looks at the device's numbers
                 self._graphs.clear()
                 self._device = "none"
@@ -93,6 +90,7 @@ def filled(rows: int) -> int:
 
 
 _recorded: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+_stream = functools.cache(torch.cuda.Stream)  # torch's own is on the GPU that recorded first
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -101,7 +99,8 @@ def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     # All graphs compute in one pool of memory, since they run one after the other. A pool dies with its last.
     pool = next((other.pool() for other in _recorded), None)
     # The thread that brings experts may go on copying meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    stream = _stream(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = run()
     _recorded.add(graph)
     return output, graph.replay

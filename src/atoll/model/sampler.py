@@ -394,8 +394,7 @@ class Sampler:
 def rows_of(values: Rows, rows: Sequence[int]) -> Rows:
     """Some rows of a tensor or of a condition; all of them are not copied."""
     if isinstance(values, Condition):
-        every = values.empty or list(rows) == list(range(values.rows))
-        return values if every else values.select(list(rows))
+        return values if values.empty or [*rows] == [*range(values.rows)] else values.select([*rows])
     if list(rows) == list(range(len(values))):
         return values
     return values[torch.tensor(list(rows), dtype=torch.long, device=values.device)]

@@ -142,7 +142,7 @@ class Keys:
 
     async def __call__(self, request: Request) -> None:
         """Let a request in; `ApiError` if it brings no valid key, or without keys comes of a foreign page."""
-        path = request.url.path
+        path = request.scope["path"]  # the URL would be made of what the client says is the host
         if not self._digests:
             return self._check_origin(request.headers.get("host"), request.headers.get("origin"))
         if path in self._open or path.startswith(self._below):

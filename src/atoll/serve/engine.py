@@ -53,6 +53,7 @@ class Failed:
     repeats: bool = True
 
 
+STOPPED = Failed("server_stopped", "the server stopped", repeats=False)
 Event = Drawn | Failed
 Lane = tuple[str, torch.Size]
 """Name of a model and shape of its latents: what the rows of one batch have in common."""
@@ -219,19 +220,16 @@ class Engine:
         except Exception as error:
             self.error, self.state = error, FAILED
         finally:
-            jobs = {row.owner.job for sampler in self._samplers() for row in sampler.rows}
+            jobs = {row.owner.job for one in (*self._running.values(), *self._pending) for row in one.rows}
             while not self._arrivals.empty():
                 jobs.add(self._arrivals.get())
             for job in jobs:
-                self._fail(job, Failed("server_stopped", "the server stopped", repeats=False))
+                self._fail(job, STOPPED)
             self._done.set()
-
-    def _samplers(self) -> list[Sampler]:
-        return [*self._running.values(), *self._pending]
 
     def _turn(self) -> None:
         """Take arrivals, then one step for all rows."""
-        busy = bool(self._samplers())
+        busy = bool(self._running or self._pending)
         with suppress(queue.Empty):
             while True:
                 job = self._arrivals.get(timeout=0 if busy else IDLE)
@@ -243,14 +241,12 @@ class Engine:
                 except AtollError as error:
                     self._fail(job, Failed("invalid_request", str(error)))
                 except Exception as error:
-                    reason = f"the request cannot be set up: {first_line(error)}"
-                    self._fail(job, Failed("internal_error", reason))
+                    self._broke(job, f"the request cannot be set up: {first_line(error)}")
 
         # Rows that nobody waits for any more go before a step is spent on them.
         for lane, sampler in list(self._running.items()):
             self._keep(lane, self._wanted(sampler))
-        wanted = [(sampler, self._wanted(sampler)) for sampler in self._pending]
-        self._pending = deque(_rows(sampler, kept) for sampler, kept in wanted if kept)
+        self._pending = deque(_rows(one, kept) for one in self._pending if (kept := self._wanted(one)))
 
         # What waits longest joins the rows of its model and size, as far as there is room.
         waiting: deque[Sampler] = deque()
@@ -314,11 +310,11 @@ class Engine:
             del self._running[lane]
             count = len(sampler.rows)
             if count == 1:
-                reason = "there is not enough memory for this request"
-                return self._fail(sampler.rows[0].owner.job, Failed("out_of_memory", reason))
+                failure = Failed("out_of_memory", "there is not enough memory for this request")
+                return self._fail(sampler.rows[0].owner.job, failure)
             self._batch = max(1, min(self._batch, count) // 2)
             say(f"memory ran out with {count} rows: {self._batch} from now on ({first_line(error)[:80]})")
-            self._pending.extendleft(reversed(self._cut(sampler)))
+            self._pending = deque(part for one in (sampler, *self._pending) for part in self._cut(one))
             return
         except Exception:
             # Each row alone, so that only the request falls whose row cannot be evaluated.
@@ -331,10 +327,7 @@ class Engine:
                 try:
                     _step(alone)
                 except Exception as error:
-                    # On a device that is lost this fails too, and ends the engine: a new process has to come.
-                    torch.zeros(1, device=alone.x.device).tolist()
-                    reason = f"the request failed at step {row.step}: {first_line(error)}"
-                    self._fail(row.owner.job, Failed("internal_error", reason))
+                    self._broke(row.owner.job, f"it failed at step {row.step}: {first_line(error)}")
                 else:
                     whole.append(alone)
             whole = [alone for alone in whole if alone.rows[0].owner.job.waiting]
@@ -390,8 +383,7 @@ class Engine:
         except AtollError as error:
             return self._fail(job, Failed("broken_picture", str(error)))
         except Exception as error:
-            reason = f"the picture cannot be decoded: {first_line(error)}"
-            return self._fail(job, Failed("internal_error", reason))
+            return self._broke(job, f"the picture cannot be decoded: {first_line(error)}")
         if index is not None:
             return job.tell(Drawn(number, image, index))
         job.waiting -= 1
@@ -405,6 +397,14 @@ class Engine:
         sampler = self._running.pop(lane)
         if kept:
             self._running[lane] = _rows(sampler, kept)
+
+    def _broke(self, job: Job, reason: str) -> None:
+        try:
+            torch.zeros(1, device=self.opened[job.model].device).tolist()
+        except Exception:  # the device is lost, which ends the engine: a new process has to come
+            self._fail(job, STOPPED)
+            raise
+        self._fail(job, Failed("internal_error", reason))
 
     def _fail(self, job: Job, failure: Failed) -> None:
         if job.waiting:

@@ -101,7 +101,6 @@ def _task(
         return RouterTask(network, replace(rows, pure_noise=config.router.pure_noise))
     task = DenoiserTask(network, rows)
     if learns == "distill" and student is not None:
-        teacher = load_teacher(campaign, rows.train.null, own_device())
-        task = DistillTask(network, rows, teacher, student)
+        task = DistillTask(network, rows, load_teacher(campaign, rows.train.null, own_device()), student)
     task.encoders = config.encoders
     return task

@@ -143,7 +143,7 @@ class StudentConfig(Config):
     """Batch size, as a share of `train.batch`."""
     step_share: float = Field(default=1.0, gt=0, le=1000)
     """Number of steps, as a share of the monolith's."""
-    reuse: int = Field(default=1, ge=1, le=1000)
+    reuse: int = Field(default=1, ge=1, le=8)
     """Number of steps that learn from each answer of the teacher, which costs that much less."""
     start: str = "scratch"
     """Initial weights: `scratch`, `average` (mean of the experts) or `expert:K`."""
@@ -162,6 +162,8 @@ class StudentConfig(Config):
     def _check(self) -> Self:
         self.origin()
         # A teacher is asked once for each sample, at one time: what steps and guidance need is not there.
+        if self.teacher == "cluster" and self.routing != StudentConfig.model_fields["routing"].default:
+            raise ConfigError("student.routing: the teacher routes nothing", "set student.teacher: routed")
         if self.routing.needs_labels:
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
         if self.routing.every != 1:

@@ -178,7 +178,7 @@ def statistics(pictures: Sequence[Image.Image]) -> Tensor:
     by_size: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
     for number, picture in enumerate(pictures):
         colours = picture.convert("YCbCr")
-        left, top = ((side - min(side, SIDE)) // 2 for side in colours.size)
+        left, top = ((side - min(side, SIDE)) // 2 // 8 * 8 for side in colours.size)
         width, height = (min(side, SIDE) for side in colours.size)
         pixels = torch.from_numpy(np.array(colours.crop((left, top, left + width, top + height))))
         by_size.setdefault((width, height), []).append((number, pixels))
@@ -211,7 +211,7 @@ def _of_one_size(here: Tensor) -> Tensor:
         steps = light.diff(dim=axis).abs()
         lines = steps.mean(3 - axis) if steps.numel() else torch.zeros(count, 8)
         mean = lines.mean(1)
-        # Number 7 lies between pixels 7 and 8, where the first block ends.
+        # Number 7 lies between pixels 7 and 8, where the first block ends: crops begin with a block.
         grid = (lines[:, 7::8] if lines.shape[1] > 7 else lines).mean(1)
         flat = (steps < 0.005).float().sum((1, 2)) / max(1, steps[0].numel())
         parts.append(torch.stack([mean * 4, grid / (mean + 1e-3) - 1, flat], dim=1))

@@ -135,10 +135,9 @@ def _glyphs(face: str, characters: str) -> list[_Glyph]:
         places = font["loca"]
         for drawn, name in sorted(font.getBestCmap().items()):
             number = font.getGlyphID(name)
-            blank = name == ".notdef" or places[number] == places[number + 1]
             # TeX's faces use their character table as an encoding: there, a glyph's name tells what it is.
             text = toUnicode(name) if face.startswith("cm") else chr(drawn)
-            if blank or len(text) != 1:
+            if name == ".notdef" or places[number] == places[number + 1] or len(text) != 1:
                 continue
             code = _SAME_LETTER.get(ord(text), ord(text)) if face.startswith("cm") else drawn
             if _is_among(chr(code), characters):

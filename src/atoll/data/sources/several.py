@@ -43,8 +43,7 @@ def open_source(text: str | Path, options: IngestConfig | Mapping[str, Any] | No
     if str(text).startswith(PREFIX):
         return open_hub(str(text), options)
     path = text if is_url(text) else expanded(text)
-    is_there = isinstance(path, str) or path.exists() or path.name.endswith(ENDINGS)
-    if not str(text) or not is_there:
+    if not str(text) or not (isinstance(path, str) or path.exists() or path.name.endswith(ENDINGS)):
         raise DataError(f"there is no source {str(text)!r}", f"give `glyphs`, {KINDS}")
     parquet, tar = find_files(path, ".parquet"), find_files(path, ".tar")
     beside = {name.removesuffix(".tar") for name in tar.states}  # img2dataset puts a table beside each tar
