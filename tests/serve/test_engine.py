@@ -198,10 +198,10 @@ def test_out_of_memory_halves_the_batch(
             raise torch.OutOfMemoryError("out of memory")
         return evaluate(self, x_t, t, cond)  # type: ignore[arg-type]
 
-    eight = [image.tobytes() for image in model(["1"], 8, WAYS[1]).images]
+    twelve = [image.tobytes() for image in model(["1"], 12, WAYS[1]).images]
     monkeypatch.setattr(Expert, "velocity", velocity)
-    client = serving(batch=8)
-    assert client.bytes(client.ask(WAYS[1], count=8)) == eight
+    client = serving(batch=12)
+    assert client.bytes(client.ask(WAYS[1], count=12)) == twelve and client.engine._batch == 3  # of 12, 6
 
 
 def test_more_than_may_wait_is_refused_before_anything_is_computed(serving: Serving) -> None:
