@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 from atoll.base.errors import DataError, PartitionError
@@ -89,7 +90,9 @@ def test_campaigns_of_one_data_set_lose_the_same_rows(campaign: Campaign, tmp_pa
     assert np.flatnonzero(dataset.weights == 0).tolist() == [*rows, last]
 
 
-def test_what_was_trained_on_them_goes_only_when_asked(campaign: Campaign, tmp_path: Path) -> None:
+def test_what_was_trained_on_them_goes_only_when_asked(
+    campaign: Campaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in (0, 1):
         train_run(campaign, "expert", number)
     path, _ = listed(campaign, tmp_path, 0)
@@ -97,15 +100,20 @@ def test_what_was_trained_on_them_goes_only_when_asked(campaign: Campaign, tmp_p
     with pytest.raises(PartitionError, match="expert 0 learned from rows that leave: add --retrain"):
         opt_out_stage(campaign, path)
     assert digests(tmp_path / "c") == before
-    opt_out_stage(campaign, path, retrain=True)
+    delete, times = obstore.delete, iter("123")
+    monkeypatch.setattr(obstore, "delete", lambda *args: (next(times), delete(*args)))
+    with pytest.raises(StopIteration):
+        opt_out_stage(campaign, path, retrain=True)
+    monkeypatch.undo()
+    opt_out_stage(campaign, path, retrain=True)  # goes on
     assert not campaign.store.list("islands/0/expert") and not campaign.store.list("islands/0/run")
     assert campaign.store.list("islands/1/expert")
 
 
 def test_a_run_that_somebody_trains_is_not_removed(campaign: Campaign, tmp_path: Path) -> None:
-    acquire(Log(campaign.store.sub("islands/0/run"), new_holder()), LeaseConfig())
+    acquire(Log(campaign.store.sub("router/run"), new_holder()), LeaseConfig())
     before, (path, _) = digests(tmp_path / "c"), listed(campaign, tmp_path, 0)
-    with pytest.raises(Held, match="holds this run; its last sign of life was 0 s ago"):
+    with pytest.raises(Held, match="router is being trained: its last sign is 0 s old: stop it"):
         opt_out_stage(campaign, path, retrain=True)
     assert digests(tmp_path / "c") == before
 

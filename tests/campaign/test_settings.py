@@ -70,8 +70,7 @@ def test_the_router_learns_at_the_times_of_the_experts_unless_it_is_set_apart() 
 
 @pytest.mark.parametrize("name", [name for name in catalogue.names() if name not in FURTHER])
 def test_every_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
-    path = Path(new(tmp_path / "c", catalogue.text(name), []))
-    text, recipe = path.read_text(), catalogue.text(name)
+    text, recipe = Path(new(tmp_path / "c", catalogue.text(name), [])).read_text(), catalogue.text(name)
     assert read_yaml(text, "new") == read_yaml(recipe, "recipe")
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert head == [line for line in recipe.splitlines() if line.startswith("#")]

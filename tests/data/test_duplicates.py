@@ -179,8 +179,7 @@ def test_a_campaign_leaves_them_out_and_shows_the_doubtful(folder: Path, tmp_pat
     made = tmp_path / "mine"
     sets = [f"data.source={folder}", "data.ingest.size=16", "data.ingest.heldout=0.2", "partition.k=2"]
     sets += ["data.dedupe={}", "partition.encoder=efficientnet-lite0", "partition.encoder_size=64"]
-    changes = [part for one in sets for part in ("--set", one)]
-    assert run("new", made, "--recipe", "cpu", *changes).code == 0
+    assert run("new", made, "--recipe", "cpu", *[part for one in sets for part in ("--set", one)]).code == 0
     refused(run("data", "dedupe", made), "no data set")
     assert run("data", "ingest", made).code == 0
     refused(run("partition", made), "not deduplicated")

@@ -59,8 +59,7 @@ def test_a_batch_takes_real_tokens_along_and_waits_for_nothing(
     plan = RunPlan.read(campaign.store, "islands/0/island.json")
     network = config.network.model_dump()
     recipe = Recipe(objective=config.objective, train=config.train, network=network, plan=plan)
-    encoder = token_encoder(campaign, dataset)
-    rows = TrainingRows.of(dataset, config.condition, recipe, encoder=encoder)
+    rows = TrainingRows.of(dataset, config.condition, recipe, encoder=token_encoder(campaign, dataset))
     there = replace(rows, device=own_device())
     there.batch(range(16))  # what is set up once is there
     moved, pinned = pretended.BYTES.copy(), pretended.PAGEABLE.copy()

@@ -126,10 +126,11 @@ def stand_in(folder: Path, name: str, body: str) -> None:
     ("number", "code", "requeued"),
     [("USR1", 75, True), ("TERM", 75, False), ("USR1", 2, False), ("USR1", 0, False), ("USR1", 143, True)],
 )
-def test_a_warning_is_passed_on_and_answered(number: str, code: int, requeued: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_warning_is_answered(number: str, code: int, requeued: bool, saves: bool, tmp_path: Path) -> None:
     """A real bash; `scontrol` is a stand-in that writes down what it was asked."""
     stand_in(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/asked')
-    job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)), saves=code != 143)
+    job = Job("expert 0", (sys.executable, "-S", "-c", CHILD.format(code=code)), saves=saves)
     place = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
     call = ["bash", "-c", slurm.script(job, SITE)]
     process = subprocess.Popen(call, env=place, stdout=subprocess.PIPE, text=True)

@@ -53,6 +53,5 @@ def test_a_pair_without_both_pictures_is_left_out_and_names_are_text(swept: Buil
     alts = [a["alt"] for a in Page.of(swept).all("img")]
     assert len([alt for alt in alts if alt.startswith("Monolith: ")]) == 1
     columns = "strategy space partner pairs mean deviation low high effect higher"
-    pairs = table(columns, [("<b>x", "pixels", "same noise", 2, *[None] * 6)])
-    page = Page.of(swept.beyond(pairs=pairs))
+    page = Page.of(swept.beyond(pairs=table(columns, [("<b>x", "pixels", "same noise", 2, *[None] * 6)])))
     assert "<b>x" not in page.html and "<b>xpixels–––––" in "".join(page.text().split()) and not page.wrong

@@ -92,8 +92,7 @@ def test_the_newest_whole_one_wins(store: Store, capsys: pytest.CaptureFixture[s
         assert resume(back, store, held(store, f"b{step}"), LEARNED)
         assert back.step == step - 1 and blobs(back) == saved[step - 1]
         assert "warning: checkpoint set aside" in capsys.readouterr().out
-    path = store.path("checkpoints/00000001-a/weights.safetensors")
-    path.unlink()
+    store.path("checkpoints/00000001-a/weights.safetensors").unlink()
     assert not resume(fresh(), store, held(store, "c"), LEARNED)
 
 

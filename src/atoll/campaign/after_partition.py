@@ -26,7 +26,7 @@ from atoll.data.partition import Partition
 from atoll.data.settings import features_column
 from atoll.data.subsets import union, write_subset
 from atoll.data.weights import DUPLICATES, OPTED_OUT, opt_out
-from atoll.store.lease import acquire, new_holder
+from atoll.store.lease import Held, silence
 from atoll.store.log import Log
 from atoll.store.store import Absent, Store
 
@@ -129,7 +129,7 @@ def opt_out_stage(campaign: Campaign, path: Path, retrain: bool = False) -> list
         retrain: whether to remove what was trained on these rows, which is refused otherwise.
 
     Before anything is changed it is a `PartitionError` if something was trained on the rows, an island would
-    be left without any to train on, or the data set's weights are others by now.
+    be left without any to train on, or the data set's weights are others by now; `Held` if a run is trained.
     """
     store = campaign.store
     dataset, partition = campaign.clustered()
@@ -203,9 +203,11 @@ def _write_islands(
     seeded, keys, names = Run("pretrain") in whole, list[str](), list[str]()
     for run in plans:
         if run.expert is None or seeded or run.expert in changed:
-            place = store.sub(f"{run.folder}/run")
-            if retrain and place.list():  # refused where somebody trains it, who would go on with these rows
-                acquire(Log(place, new_holder()), campaign.config.training(*run).lease)
+            quiet = silence(Log(store.sub(f"{run.folder}/run"), ""))
+            if retrain and quiet <= campaign.config.training(*run).lease.expiry_seconds:
+                raise Held(
+                    f"{run.name} is being trained: its last sign is {quiet:.0f} s old", "stop it first"
+                )
             started = ["init"] if plans[run].init in ("pretrain", "experts") else []
             own = [key for part in ("run", "expert", *started) for key in store.list(f"{run.folder}/{part}")]
             keys, names = keys + own, names + [run.name] * bool(own)
@@ -213,7 +215,8 @@ def _write_islands(
         what = f"{', '.join(names)} learned from rows that leave"
         raise PartitionError(what, "add --retrain to remove what was trained, and train it again")
     if keys:
-        store.delete(*keys, *store.list("ensemble"))
+        # A log loses its end first: stopped in between, it has no gap.
+        store.delete(*reversed(keys), *store.list("ensemble"))
         say(f"removed, to be trained again: {', '.join(names)}; reports are of what was there before")
 
     parts, names_of_columns = list[DataSet](), island_columns(campaign, dataset)

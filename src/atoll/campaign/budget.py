@@ -140,9 +140,8 @@ def divide(
     for number in range(k):
         network, train = config.island(number)
         # Under `equal` the experts share the monolith's batch, and so take about as many steps as it does.
-        own_batch = config.budget.expert_batch or (max(1, train.batch // k) if equal else train.batch)
-        if number in config.islands and "batch" in config.islands[number].train:
-            own_batch = train.batch
+        own = config.islands[number].train.get("batch") if number in config.islands else None
+        own_batch = own or config.budget.expert_batch or (max(1, train.batch // k) if equal else train.batch)
         kinds.append((own_batch, denoiser_flops(network, shape, [rows[number] for rows in buckets])))
     if equal:
         # One number of steps for all, as in the paper: small clusters are seen more often than large ones.

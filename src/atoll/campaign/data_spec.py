@@ -149,10 +149,9 @@ def token_bytes(width: int, precomputed: bool) -> int:
 
 def _shape_of_settings(campaign: Campaign) -> DataShape:
     config, settings = campaign.config, campaign.config.data
-    if settings.vae == "none":
-        shape = DataShape(1 if settings.ingest.mode == "gray" else 3, settings.ingest.size)
-    else:
-        shape = DataShape(*latent_size(settings.vae, settings.ingest.size))
+    vae, size = settings.vae, settings.ingest.size
+    pixels = 1 if settings.ingest.mode == "gray" else 3, size
+    shape = DataShape(*(pixels if vae == "none" else latent_size(vae, size)))
     if settings.ingest.buckets is not None:
         sizes = sorted(settings.ingest.sizes())
         if settings.vae != "none":

@@ -221,7 +221,7 @@ def read_partition(store: Store) -> PartitionFile:
             size = plan.rows if run.expert is None else partition.sizes[run.expert]
             if (plan.partition, plan.rows) != (partition.hash, size):
                 what = f"{store.name(PartitionFile.PLACE)} is not the partition of {run.plan}"
-                raise PartitionError(what, "put back that of its cut, or finish the opt-out that was stopped")
+                raise PartitionError(what, "repeat the opt-out that was stopped, or put back the right one")
     return partition
 
 

@@ -398,8 +398,7 @@ def run_command(run: Callable[[], Any]) -> int:
         # Of several ranks the first tells it, and who was only dragged along stays silent: torchrun ends the
         # others before their time is up.
         if not error.alone:
-            beside = os.environ.get("LOCAL_RANK", "0") != "0"
-            time.sleep(ASIDE * (beside + isinstance(error, PeerFailed)))
+            time.sleep(ASIDE * ((os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(error, PeerFailed)))
         code = int(getattr(error, "exit_code", 2))
         word = "interrupted" if code == INTERRUPTED else "error"
         click.echo(printable(f"{word}: {error}"[:MOST]), err=True)

@@ -111,7 +111,7 @@ class AtollPipeline(DiffusionPipeline):  # type: ignore[misc]
         )
         if experts.residency is not None:  # brought one by one: the bank has no parameter to ask for a device
             self._exclude_from_cpu_offload = ["experts"]
-            self.model_cpu_offload_seq = self.model_cpu_offload_seq.replace("->experts", "")
+            self.model_cpu_offload_seq = self.model_cpu_offload_seq.replace("experts", "router")
         self.about: Mapping[str, Any] = {}
         self.picture: bytes | None = None
         self._told_of: Mapping[str, str] = {}

@@ -173,6 +173,5 @@ def _call(argv: list[str], what: str, text: str = "") -> str:
         fix = "launch from a machine of the cluster, or look at what would run with --dry-run"
         raise AtollError(f"{argv[0]} is not installed here", fix) from None
     if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise AtollError(f"{what}: {reason}")
+        raise AtollError(f"{what}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
     return done.stdout

@@ -155,10 +155,9 @@ def inspect_folder(root: Path, experts: Any) -> OpenFolder:
         raise StoreError(f"{root} is not complete (no {MANIFEST})", REMEDY)
     manifest = Manifest.read(files, MANIFEST)
     listing = ExpertIndex.read(files, f"experts/{EXPERTS}")
-    chosen = select_experts(experts, listing.numbers)
     if not (root / "router").is_dir():
         raise StoreError(f"{root} has no router (no folder router/)", REMEDY)
-    networks = manifest.checkpoints(files, experts=chosen)
+    networks = manifest.checkpoints(files, experts=select_experts(experts, listing.numbers))
     cards = {part: network.check() for part, network in networks.items()}
     router, logits = cards.pop("router"), networks["router"].config().get("num_experts")
     for part, card in cards.items():

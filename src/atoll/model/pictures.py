@@ -143,5 +143,4 @@ def dissimilarity(one: Image.Image, other: Image.Image) -> float:
     product = mean(a * b) - mean(a) * mean(b)
     spread = mean(a * a) - mean(a) ** 2 + mean(b * b) - mean(b) ** 2
     alike = (2 * mean(a) * mean(b) + light) * (2 * product + contrast)
-    ssim = alike / ((mean(a) ** 2 + mean(b) ** 2 + light) * (spread + contrast))
-    return float(1 - ssim.mean())
+    return float(1 - (alike / ((mean(a) ** 2 + mean(b) ** 2 + light) * (spread + contrast))).mean())

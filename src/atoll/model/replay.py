@@ -46,7 +46,8 @@ class Replayed:
     def __init__(self, network: nn.Module, call: Call, device: str = "cuda") -> None:
         self._call, self._device = call, device
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self._weights = tuple(network.parameters())
+        # Where they are held, as who stores weights in fewer bytes puts others in their place.
+        self._held = [(m._parameters, name) for m in network.modules() for name in m._parameters]
 
     def __call__(self, x: Tensor, t: Tensor, cond: Condition) -> Tensor:
         if x.device.type != self._device or torch.is_grad_enabled():
@@ -54,7 +55,7 @@ class Replayed:
         rows, parts = filled(len(x)), cond.parts()
         inputs = [x, t, *parts.values()]
         # A graph holds addresses: where the weights lie tells whose they are.
-        weights = tuple(weight.data_ptr() for weight in self._weights)
+        weights = tuple(0 if (weight := held[n]) is None else weight.data_ptr() for held, n in self._held)
         key = (weights, rows, *parts, *((part.shape[1:], part.dtype) for part in inputs))
         graph = self._graphs.get(key)
         if graph is None:

@@ -129,10 +129,9 @@ class Routing(Config):
 
     def __str__(self) -> str:
         """The canonical name; `Routing.named` reads it back, unless it is a function."""
+        name = self.strategy.replace("-k", f"-{self.k}")
         if self.function is not None:
             name = getattr(self.function, "__name__", type(self.function).__name__)
-        else:
-            name = self.strategy.replace("-k", f"-{self.k}")
         args = [] if self.p is None else [repr(self.p)]
         args += [] if self.temperature == 1 else [repr(self.temperature)]
         suffix = "" if self.every == 1 else f" every {self.every}"

@@ -103,29 +103,34 @@ def acquire(
         log.refresh()
         if log.publication() is not None:
             return False
-        holding, silence = log.holding(), float("inf")
-        if holding is not None and not has_ended(holding[0].process):
-            # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90
-            # seconds. The clock is asked last: asked first, a beat in between would lie in the future.
-            sign = last_sign(log.store, *holding)
-            silence = max(0.0, store_time(log.store) - sign)
+        holding, quiet = log.holding(), silence(log)
         # Patience is no safety: a holder that only slept (a laptop, a stalled disk) may come back after this.
         # Its next append then collides with our acquire, and it leaves.
-        if holding is None or silence > lease.expiry_seconds:
+        if holding is None or quiet > lease.expiry_seconds:
             try:
                 log.acquire(host=socket.gethostname(), process=process, **fields)
                 return True
             except Conflict:
                 continue  # somebody was faster: look who
         holder = holding[0].holder
-        held = f"{holder} holds this run; its last sign of life was {silence:.0f} s ago"
+        held = f"{holder} holds this run; its last sign of life was {quiet:.0f} s ago"
         if not wait:
-            fix = f"it can be taken over after {lease.expiry_seconds:.0f} s of silence: try again then"
-            raise Held(held, fix)
+            raise Held(held, f"after {lease.expiry_seconds:.0f} s of silence it can be taken over: try then")
         if holder != announced:
             say(f"waiting: {held}")
             announced = holder
         pause(min(2.0, max(0.05, lease.expiry_seconds / 10)))
+
+
+def silence(log: Log) -> float:
+    """Seconds since the holder of a run gave a sign of life; infinite if none lives."""
+    holding = log.holding()
+    if holding is None or has_ended(holding[0].process):
+        return float("inf")
+    # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90 seconds. The
+    # clock is asked last: asked first, a beat in between would lie in the future.
+    sign = last_sign(log.store, *holding)
+    return max(0.0, store_time(log.store) - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:

@@ -61,11 +61,10 @@ def sweep(folder: Path) -> None:
         try:
             if not (_FOREIGN.fullmatch(path.name) and path.is_file()):
                 continue
+            abandoned = time.time() - path.stat().st_mtime > EXPIRY
             match = _PART.fullmatch(path.name)
             if match and _machine_number() and int(match[1]) == _machine_number():
                 abandoned = started(int(match[2])) != int(match[3])
-            else:
-                abandoned = time.time() - path.stat().st_mtime > EXPIRY
             if abandoned:
                 path.unlink()
         except OSError:

@@ -117,7 +117,6 @@ def test_where_samples_land_by_hand() -> None:
 
 def test_nothing_held_out_and_a_single_cluster_leave_gaps() -> None:
     one = np.ones((4, 2), np.float32)
-    table = cluster_match(one, np.ones((2, 4, 1)), one[:0], np.zeros(0, np.int64), one[:1])
-    for row in table:
+    for row in cluster_match(one, np.ones((2, 4, 1)), one[:0], np.zeros(0, np.int64), one[:1]):
         assert row.samples == 4 and row.landed == 1.0
         assert row.others is None and row.heldout == 0 and row.own is None

@@ -123,8 +123,7 @@ def test_praise_of_noise_carries_a_note() -> None:
     names = ["precision", "recall", "density", "coverage"]
 
     def notes(samples: np.ndarray, of: np.ndarray) -> dict[str, tuple[str, ...]]:
-        how = How("x", "x", 8, len(samples), len(of), 8)
-        values = compute(names, how, Features(samples), Features(of))
+        values = compute(names, How("x", "x", 8, len(samples), len(of), 8), Features(samples), Features(of))
         return {name: values[name].notes for name in names}
 
     assert set(notes(draws.normal(size=(600, 8)).astype(np.float32), reference).values()) == {()}

@@ -89,7 +89,7 @@ class BudgetConfig(Config):
     compute: Literal["proportional", "equal"] = "proportional"
     """Expert steps: `proportional` to cluster size, or `equal` for all experts as in the paper."""
     expert_batch: int | None = Field(default=None, ge=1, le=10**6)
-    """Batch size of an expert; by default `train.batch`, and with `equal` that divided by K."""
+    """Batch size of experts without their own; by default `train.batch`, with `equal` that divided by K."""
     pretrain: float = Field(default=0.0, ge=0, lt=1)
     """Share of the monolith's FLOPs for pretraining on all data, from which the experts start."""
     pretrain_lr_schedule: Literal["constant", "cosine"] = "constant"

@@ -144,7 +144,7 @@ class StudentConfig(Config):
     step_share: float = Field(default=1.0, gt=0, le=1000)
     """Number of steps, as a share of the monolith's."""
     reuse: int = Field(default=1, ge=1, le=8)
-    """Number of steps that learn from each answer of the teacher, which costs that much less."""
+    """Number of steps, at most 8, that learn from each answer of the teacher, which costs that much less."""
     start: str = "scratch"
     """Initial weights: `scratch`, `average` (mean of the experts) or `expert:K`."""
     data_weight: float = Field(default=0.0, ge=0, lt=1)
@@ -162,8 +162,6 @@ class StudentConfig(Config):
     def _check(self) -> Self:
         self.origin()
         # A teacher is asked once for each sample, at one time: what steps and guidance need is not there.
-        if self.teacher == "cluster" and self.routing != StudentConfig.model_fields["routing"].default:
-            raise ConfigError("student.routing: the teacher routes nothing", "set student.teacher: routed")
         if self.routing.needs_labels:
             raise ConfigError("student.routing 'oracle' needs no router", "set student.teacher: cluster")
         if self.routing.every != 1:
@@ -171,6 +169,8 @@ class StudentConfig(Config):
         if self.routing.null == PRETRAIN or (self.routing.null is not None and self.guidance == 1):
             what = "pretraining is no teacher" if self.guidance != 1 else "the teacher is not guided"
             raise ConfigError(f"student.routing: {what}", "leave 'null' out")
+        if self.teacher == "cluster" and self.routing != StudentConfig.model_fields["routing"].default:
+            raise ConfigError("student.routing: the teacher routes nothing", "set student.teacher: routed")
         if self.steps is not None and (self.steps > self.teacher_steps or self.teacher_steps % self.steps):
             what = f"student.steps: {self.steps} steps of a teacher that takes {self.teacher_steps}"
             more = self.steps * max(1, round(self.teacher_steps / self.steps))

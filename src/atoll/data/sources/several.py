@@ -119,10 +119,9 @@ def open_sources(named: str | Mapping[str, SourceConfig], options: IngestConfig)
         own = settings.model_dump(exclude={"source", "weight"}, exclude_defaults=True)
         # An empty text takes back what data.ingest says for all.
         empty = {key: None for key, value in own.items() if value == "" and key != "licence"}
+        merged = options.model_copy(update=own | empty)
         if settings.source == "glyphs":  # they have no columns
             merged = IngestConfig(**own, glyphs=options.glyphs)
-        else:
-            merged = options.model_copy(update=own | empty)
         try:
             sources[name] = _usable(open_source(settings.source, merged))
         except DataError as error:  # it names the settings of a single source
