@@ -2,7 +2,7 @@
 
     atoll new CAMPAIGN --recipe emoji --set data.source=$PWD/emoji64 --set data.ingest.size=64 \
         --set data.vae=$PWD/autoencoder --set network.patch=2 --set router.patch=4
-    atoll data ingest CAMPAIGN
+    atoll data ingest CAMPAIGN --set data.vae=none
     python examples/emoji/autoencoder.py CAMPAIGN --to autoencoder [--steps 20000] [--batch 16]
     atoll launch CAMPAIGN
 

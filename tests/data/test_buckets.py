@@ -198,6 +198,7 @@ def test_squares_are_as_they_always_were(tmp_path: Path, store: Store) -> None:
         ({"sizes": ["32"]}, "'32' is no size: write width x height"),
         ({"sizes": ["0x32"]}, "'0x32' is no size"),
         ({"sizes": "seven"}, "sizes"),
+        ({"sizes": ["64x64", "96x48"]}, "data.ingest.size is 32, buckets are of 66: set it to 66"),
         ({"multiple": 64}, "at size 32 all aspects become 64x64 px: lower data.ingest.buckets.multiple"),
         ({"max_crop": 2}, "max_crop"),
     ],

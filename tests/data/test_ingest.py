@@ -186,10 +186,12 @@ def test_test_rows_come_out_of_the_held_out_ones(store: Store) -> None:
     assert audit(parted) == []
     with pytest.raises(ConfigError, match="leave nothing to train on"):
         IngestConfig(heldout=0.5, test=0.5)
-    for seed in range(4):  # whose lowest group may lie above the share
+    for seed in range(6):  # whose lowest group may lie above the share
         alone = CONFIG.model_copy(update={"heldout": 0.0, "test": 0.01, "seed": seed})
         dataset = ingest(Rows(rows), store, f"alone{seed}", alone)
         assert len(dataset.split("test")) and not len(dataset.split("heldout"))
+        both = alone.model_copy(update={"heldout": 0.05, "test": 0.05})
+        assert all(map(len, map(ingest(Rows(rows), store, f"b{seed}", both).split, ("heldout", "test"))))
 
 
 def test_equal_pictures_fall_into_one_split(store: Store) -> None:

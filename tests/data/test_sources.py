@@ -352,8 +352,7 @@ def test_parquet_that_is_none_or_damaged(tmp_path: Path) -> None:
         pq.write_table(made, path)
         with pytest.raises(DataError, match=words):
             open_source(path)
-    made = pictures([encoded()] * 4, text=["x"] * 4)
-    pq.write_table(made, path, compression="zstd", use_dictionary=False)
+    pq.write_table(pictures([encoded()] * 4, text=["x"] * 4), path, compression="zstd", use_dictionary=False)
     data = path.read_bytes()
     path.write_bytes(data[:8] + bytes(192) + data[200:])
     source = open_source(path)

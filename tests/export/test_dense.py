@@ -218,8 +218,7 @@ def test_a_student_runs_where_there_is_no_atoll(
     assert np.abs(picture - euler).max() <= 1 and np.abs(picture - euler).mean() <= 0.05
     # It differs from a picture without the prompt, and from one that saw the padding of the empty text.
     states, mask = text_encoder(str(folder.parent / "text"), LENGTH).encode(["a prompt", ""])
-    padded = Condition(text=states[1:], mask=torch.ones_like(mask[1:]))
-    for others in ((null, null), (cond, padded)):
+    for others in ((null, null), (cond, Condition(text=states[1:], mask=torch.ones_like(mask[1:])))):
         assert np.abs(picture - own_pictures(folder, *others, vae)[0]).max() > 5
 
 

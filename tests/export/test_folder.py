@@ -544,7 +544,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_export_is_pushed_whole(letters: Path, hub: Hub, tmp_path: Path, run: Run) -> None:
     """What the repository holds of an earlier export goes; what its owner wrote beside it stays."""
-    hub.files[hub.branch] = {"experts/7/a": b"", "expert-7/a": b"", "model.sig": b"", "NOTES.md": b"mine"}
+    hub.files[hub.branch] = {"transformer/a": b"", "expert-7/a": b"", "model.sig": b"", "NOTES.md": b"mine"}
     argv = ["export", letters, "--to", tmp_path / "out", "--no-picture", "--push", "me/model"]
     done = run(*argv, "--private", "--licence", "CC BY 4.0")
     assert done.code == 0 and done.out.splitlines()[-1] == f"pushed to {hub.url}/me/model", done

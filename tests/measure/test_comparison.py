@@ -524,8 +524,7 @@ def test_a_monolith_that_no_longer_improves_reaches_its_own_distance_early() -> 
 def test_correlations_have_known_answers() -> None:
     line = np.arange(8.0)
     one = np.stack([line, line, line, np.ones(8), [1, -1] * 4])
-    other = np.stack([3 * line + 7, -line, np.abs(line - 3.5), line, [1, 1, -1, -1] * 2])
-    found = correlations(one, other)
+    found = correlations(one, np.stack([3 * line + 7, -line, np.abs(line - 3.5), line, [1, 1, -1, -1] * 2]))
     assert found[:2] == pytest.approx([1, -1]) and found[2] == pytest.approx(0, abs=1e-12)
     assert np.isnan(found[3]) and found[4] == pytest.approx(0, abs=1e-12)
     a, b = np.random.default_rng(0).normal(size=(2, 5, 30))

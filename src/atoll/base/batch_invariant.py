@@ -29,8 +29,7 @@ def _alike(kind: type[nn.Module]) -> type[nn.Module]:
         absent = max(least - len(rows), -len(rows) % FILLED)
         if not absent or rows.device.type != "cpu" or torch.is_grad_enabled():
             return layer(self, input)  # type: ignore[no-any-return]
-        filled = torch.cat([rows, rows.new_zeros(absent, *rows.shape[1:])])
-        found: Tensor = layer(self, filled)[: len(rows)]
+        found: Tensor = layer(self, torch.cat([rows, rows.new_zeros(absent, *rows.shape[1:])]))[: len(rows)]
         return found if rows is input else found.view(*input.shape[:-1], found.shape[-1])
 
     return type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__})

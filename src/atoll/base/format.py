@@ -53,9 +53,8 @@ class File(Config):
         if other != cls.header().get(HEADER):
             said = other[:100] if isinstance(other, str) else "no format of Atoll's"
             raise cls.ERROR(f"{where} is of {said}, this Atoll reads {cls.FORMAT} {cls.VERSION}", cls.REMEDY)
-        fields = {key: value for key, value in content.items() if key != HEADER}
         try:
-            return cls.parse(fields, where)
+            return cls.parse({key: value for key, value in content.items() if key != HEADER}, where)
         except ConfigError as error:
             raise cls.ERROR(f"{where} is not what Atoll writes ({error.what})", cls.REMEDY) from None
 

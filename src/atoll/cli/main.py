@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from atoll.base.console import say, show_messages
-from atoll.base.errors import INTERRUPTED, AtollError, PeerFailed, first_line
+from atoll.base.errors import INTERRUPTED, AtollError, ConfigError, PeerFailed, first_line
 from atoll.base.preemption import ends_with_run, exit_process
 from atoll.base.text import printable
 from atoll.campaign.roles import BESIDE, RUNS, SINGLE
@@ -123,6 +123,8 @@ def plan(campaign: str, serve: bool, as_json: bool, sets: tuple[str, ...], **wan
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
     # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
+        if ignored := [name for name, value in wanted.items() if value not in ("h100", 1, None)]:
+            raise ConfigError("--serve measures this machine", f"leave --{ignored[0]} out")
         from atoll.cli.serve import size_up
 
         return size_up(campaign, sets, as_json)

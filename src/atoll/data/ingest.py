@@ -305,6 +305,8 @@ def write_split(dataset: DataSet, config: IngestConfig, groups: Sequence[str] | 
     # Test rows are the lowest of the held-out ones: so `heldout` may be cut up later, and what was trained on
     # stays trained on.
     test = min(config.test, bound) if config.heldout else bound
+    if config.heldout and config.test and len(below := np.unique(places[places < bound])) > 1:
+        test = min(max(test, math.nextafter(below[0], 1.0)), below[-1])  # each of the two gets a group
     sides = np.add(places < bound, places < test, dtype=np.int8)
 
     settings: dict[str, Any] = {"seed": seed, "heldout": config.heldout, "bound": bound}

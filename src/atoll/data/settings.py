@@ -1,5 +1,6 @@
 """How a data set is made and cut, as settings. Imports nothing that reads pictures or numbers."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -225,6 +226,10 @@ class IngestConfig(RowOptions):
             ((side, _),) = self.sizes()
             what = f"data.ingest.buckets: at size {self.size} all aspects become {side}x{side} px"
             raise ConfigError(what, f"lower data.ingest.buckets.multiple, which is {self.buckets.multiple}")
+        # Networks know the positions of the square of `size`.
+        side = round(math.sqrt(sum(map(math.prod, self.sizes())) / len(self.sizes())))
+        if not self.size / 1.5 <= side <= self.size * 1.5:
+            raise ConfigError(f"data.ingest.size is {self.size}, buckets are of {side}", f"set it to {side}")
         return self
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from atoll.base.device import weights_dtype
 from atoll.base.errors import ConfigError, first_line
@@ -27,6 +28,8 @@ def load_image_text(name: str) -> tuple[Any, Any]:
     with loading("processor of", name, "add its files, or install the torchvision of your torch"):
         processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
     processor.tokenizer.padding_side = "left"
+    if processor.tokenizer.pad_token_id is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
     return model, processor
 
 
@@ -40,6 +43,13 @@ def chat_prompt(processor: Any, question: str) -> str:
     return str(processor.apply_chat_template(chat, add_generation_prompt=True))
 
 
+def inputs_of(processor: Any, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """Inputs of a model that is asked by one prompt about each image."""
+    nested = getattr(processor, "chat_template", None)  # some take a flat list for the images of one chat
+    images = [[picture.convert("RGB")] if nested else picture.convert("RGB") for picture in pictures]
+    return dict(processor(images=images, text=prompts, return_tensors="pt", padding=True))
+
+
 class Captioner:
     """Describes images by the likeliest `tokens`, at most so many, so that a second run says the same."""
 
@@ -50,9 +60,6 @@ class Captioner:
         self._hash = weights_hash(model)
         dtype = weights_dtype("auto", device) or torch.float32
         self.model = model.eval().requires_grad_(False).to(device, dtype)
-        tokenizer = self.processor.tokenizer
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
 
     def producer(self) -> Mapping[str, Any]:
         """The model by name and hash, and what it is asked."""
@@ -62,14 +69,10 @@ class Captioner:
     def describe(self, pictures: Sequence[Image.Image]) -> list[str]:
         """One caption for each image, without line breaks; "" where the model answers nothing."""
         texts = [chat_prompt(self.processor, self.prompt)] * len(pictures)
-        images: list[Any] = [picture.convert("RGB") for picture in pictures]
-        if getattr(self.processor, "chat_template", None):  # some take a flat list for the images of one chat
-            images = [[image] for image in images]
         try:
-            asked = self.processor(images=images, text=texts, return_tensors="pt", padding=True)
             inputs = {
                 key: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
-                for key, value in asked.items()
+                for key, value in inputs_of(self.processor, texts, pictures).items()
             }
             said = self.model.generate(**inputs, max_new_tokens=self.tokens, do_sample=False, num_beams=1)
         except (ValueError, TypeError, IndexError) as error:
@@ -81,5 +84,5 @@ class Captioner:
             said = said[:, length:]
         decoded = partial(self.processor.tokenizer.batch_decode, skip_special_tokens=True)
         # BLIP repeats it with other special tokens around it.
-        answers = [a.removeprefix(p) for a, p in zip(decoded(said), decoded(prompt), strict=True)]
-        return [" ".join(answer.split()) for answer in answers]
+        pairs = zip(decoded(said), decoded(prompt), strict=True)
+        return [" ".join(answer.removeprefix(before).split()) for answer, before in pairs]

@@ -150,7 +150,7 @@ def latent_size(name: str, size: int) -> tuple[int, int]:
     else:
         import diffusers
 
-        with loading("VAE", name, "use 'none', a folder or a hub name, or encode first: atoll data encode"):
+        with loading("VAE", name, "use 'none', a folder or a hub name"):
             config = diffusers.AutoencoderKL.load_config(name)
             channels, factor = int(config.get("latent_channels") or 0), _factor(config)
             if not channels:

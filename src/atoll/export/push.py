@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from atoll.base.errors import ConfigError, StoreError, first_line
-from atoll.model.folder import OTHERS
+from atoll.model.folder import MANIFEST, MODEL_INDEX, OTHERS
 from atoll.model.foreign import HUB_NAME
 from atoll.store.signatures import SIGNATURE
 
@@ -44,7 +44,8 @@ def push_folder(folder: Path, name: str, private: bool | None = None, **options:
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         # What an earlier export had would lie beside what no longer names it, encoders against their licence.
         parts = {*OTHERS, *(part.name for part in folder.iterdir() if part.is_dir())}
-        stale = [*(f"{name}/*" for name in sorted(parts)), "expert-*/*", f"*{SIGNATURE}"]
+        stale = [f"{name}/*" for name in sorted({*parts, "experts", "router", "transformer", "expert-*"})]
+        stale += [MODEL_INDEX, MANIFEST, f"*{SIGNATURE}"]
         options = {"commit_message": "Upload AtollPipeline", "delete_patterns": stale, **options}
         return api.upload_folder(repo_id=name, folder_path=folder, **options)
 

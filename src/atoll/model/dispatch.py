@@ -59,10 +59,9 @@ def route(
             raise ConfigError(f"{name} chose an expert that is missing", "mind logits of -inf")
     else:
         # In float64, so that sums over many experts add no rounding of their own: a draw compares them.
-        p = torch.softmax(logits.double() / routing.temperature, dim=-1)
         rule = STRATEGIES[routing.strategy].weights
         assert rule is not None
-        weights = rule(routing, p, draws)
+        weights = rule(routing, torch.softmax(logits.double() / routing.temperature, dim=-1), draws)
     return weights.to(torch.promote_types(logits.dtype, torch.float32))
 
 

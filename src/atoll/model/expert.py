@@ -217,10 +217,9 @@ class StoredExpert:
     def network(self) -> nn.Module:
         """A network of these settings, unfilled; `StoreError` if they are not those of the weights."""
         where = str(self.weights.path.parent) if isinstance(self.weights, FileWeights) else "the expert"
-        specs = {**specs_of(self.base), **self.specs}
         routes = self.card is not None and self.card.role == "router"
         load = Router.from_config if routes else family(self.family).load
-        return build_network(load, self.config, specs, where)
+        return build_network(load, self.config, {**specs_of(self.base), **self.specs}, where)
 
     def filled(self) -> nn.Module:
         """The network with its weights in memory, in their own type of numbers, frozen."""

@@ -330,8 +330,7 @@ class _SharedModule:
                 if name.removesuffix(SCALE) in stored.base:
                     continue
                 kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                kind = kinds.get(name, kind)
-                specs[name] = value.new_empty(value.shape, dtype=kind, device="meta")
+                specs[name] = value.new_empty(value.shape, dtype=kinds.get(name, kind), device="meta")
                 # The module takes no memory of its own; `bind` points its parameters into a slot.
                 value.data = value.data.new_empty(0)
             nn.Module.to(self.network, device=device, dtype=dtype)  # diffusers' own warns of nothing

@@ -68,9 +68,8 @@ def changed(network: nn.Module, config: LoraConfig | Mapping[str, Any] | None) -
     for name, layer in chosen.items():
         width = min(layer.in_features, layer.out_features)
         if config.rank > width:
-            what = f"network.lora.rank {config.rank} is over the width of {name}, {width}"
             fix = f"set it to {width} or less, or leave that layer out of network.lora.targets"
-            raise ConfigError(what, fix)
+            raise ConfigError(f"network.lora.rank {config.rank} is over the width of {name}, {width}", fix)
         setattr(layer, DOWN, nn.Linear(layer.in_features, config.rank, bias=False))
         setattr(layer, UP, nn.Linear(config.rank, layer.out_features, bias=False))
         layer.lora_scale = config.scale  # type: ignore[assignment]

@@ -154,7 +154,7 @@ def _rejects(campaign: Campaign, contents: Contents) -> list[tuple[Reject, Pictu
     store, key = contents.dataset.store, "rejects.jsonl"
     try:
         text = store.get(key).decode("utf-8", "replace") if store.exists(key) else ""
-        rejects = [Reject.model_validate_json(line) for line in text.splitlines()[: 100 * REJECTED]]
+        rejects = [Reject.model_validate_json(line) for line in text.strip().split("\n")[: 100 * REJECTED]]
     except (AtollError, ValueError):
         return []
     reasons = {reject.reason for reject in rejects}

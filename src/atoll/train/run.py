@@ -53,9 +53,8 @@ def train_run(campaign: Campaign, role: str, expert: int | None = None, *, wait:
         tracking = config.tracking
         if not tracking.name:  # the campaign's own
             tracking = tracking.model_copy(update={"name": root.location.rstrip("/").rpartition("/")[2]})
-        training = config.training(*run)
         columns = ["latents", *([config.data.text_column] if config.condition == "text" else [])]
-        with joined(training.parallel.collective_timeout_s) as group:
+        with joined(config.training(*run).parallel.collective_timeout_s) as group:
             # Damage is told before the first step, and loader workers find all they read on local disk. What
             # the first process of a machine has fetched and hashed, its others only open.
             first = os.environ.get("LOCAL_RANK", "0") == "0"

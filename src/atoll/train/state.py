@@ -203,8 +203,7 @@ class TrainState:
                 # other last bits two steps later. A copy is aligned as a fresh tensor is.
                 moment = value.clone()
                 if value.shape == parameter.shape and value.ndim:
-                    moment = torch.empty_like(parameter, dtype=value.dtype)
-                    fill(moment, value)
+                    fill(moment := torch.empty_like(parameter, dtype=value.dtype), value)
                 self.optimizer.state[parameter][key] = moment.to(parameter.device)
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, interpolate
 
 from atoll.base.errors import ConfigError, extra
 from atoll.curate.aesthetics.scale import Scale
-from atoll.encoders.image_text import chat_prompt, load_image_text
+from atoll.encoders.image_text import chat_prompt, inputs_of, load_image_text
 from atoll.encoders.registry import weights_hash
 from atoll.encoders.vision import extractor
 
@@ -136,8 +136,8 @@ class LanguageReader(nn.Module):
         # A picture's own question is drawn in training, so that no one wording is learned.
         drawn = [0] * len(seen) if levels is None else torch.randint(1 << 16, (len(seen),)).tolist()
         texts = [chat_prompt(self.processor, self.scale.question(number, whole)) for number in drawn]
-        asked = dict(self.processor(images=list(seen), text=texts, return_tensors="pt", padding=True))
-        length = asked["input_ids"].shape[1]
+        inputs = inputs_of(self.processor, texts, seen)
+        length = inputs["input_ids"].shape[1]
         answers = [self._before if whole else []] * len(seen)
         if levels is not None:
             answers = [self._answer(level, whole) for level in levels.tolist()]
@@ -148,11 +148,11 @@ class LanguageReader(nn.Module):
             ids[row, : len(answer)], there[row, : len(answer)] = torch.tensor(answer, dtype=torch.long), 1
         # Some processors give more per token than these two, such as token types: zeros for the answers.
         more = {"input_ids": ids, "attention_mask": there}
-        for key, value in asked.items():
+        for key, value in inputs.items():
             if value.ndim == 2 and value.shape[1] == length:
-                asked[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
-        inputs = {key: value.to(self.model.device) for key, value in asked.items()}
-        read = self.model(**inputs, output_hidden_states=True)
+                inputs[key] = torch.cat([value, more.get(key, torch.zeros_like(ids))], dim=1)
+        given = {key: value.to(self.model.device) for key, value in inputs.items()}
+        read = self.model(**given, output_hidden_states=True)
         # Logits at a place are those of the next token: hence the place before the level.
         of_whole = read.logits[:, length + len(self._before) - 1, self._words] if whole else None
         loss = read.logits.new_zeros(())

@@ -106,7 +106,7 @@ def _local_files(root: Path, names: Sequence[str], is_whole: bool = True) -> Fil
 def _chosen(root: str, names: list[str], wanted: list[str] | None, suffix: str) -> list[str]:
     """Names of this suffix in order: all but hidden ones, or those that are wanted."""
     # By parts, as paths are: in plain text `a-b/x` would come before `a/x`, as `-` comes before `/`.
-    names = sorted((name for name in names if name.endswith(suffix)), key=lambda name: name.split("/"))
+    names = sorted((n for n in names if n.lower().endswith(suffix)), key=lambda name: name.split("/"))
     if wanted is None:
         return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     chosen: dict[str, None] = {}

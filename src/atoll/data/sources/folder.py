@@ -93,9 +93,8 @@ class FolderSource(Source):
             return Reject(entry.key, "caption is not UTF-8")
         except OSError as error:
             return Reject(entry.key, "unreadable", error.strerror or str(error))
-        own = self.options
-        options = RowOptions(caption="text", captions=own.captions, uncaptioned=own.uncaptioned)
-        return to_record({"text": caption}, options, entry.key, image, entry.key)
+        kept = self.options.model_dump(include={"captions", "uncaptioned", "licence"})
+        return to_record({"text": caption}, RowOptions(caption="text", **kept), entry.key, image, entry.key)
 
     def _check(self, path: Path) -> int:
         """Size of a file of the folder; a pipe may never end, a link may lead to secrets."""
@@ -117,10 +116,9 @@ class FolderSource(Source):
             what = f"{self.folder} has no {' or '.join(METADATA)}, so there are no columns to choose from"
             raise DataError(what, "leave out data.ingest.group, label, id and licence_column")
         if not self.options.uncaptioned and not any(path.with_suffix(".txt").exists() for path in images):
-            what = f"{self.folder} holds {many(len(images), 'image')} but no captions"
             made = "set data.ingest.uncaptioned=true and describe them with `atoll data caption`"
             fix = f"write {METADATA[0]} (file_name, text) or NAME.txt beside each image, or {made}"
-            raise DataError(what, fix)
+            raise DataError(f"{self.folder} holds {many(len(images), 'image')} but no captions", fix)
         return [self._beside(path) for path in images]
 
     def _from_tables(self, tables: list[Path], images: list[Path]) -> list[_Entry | Reject]:

@@ -51,7 +51,7 @@ def open_source(text: str | Path, options: IngestConfig | Mapping[str, Any] | No
         return ParquetSource(parquet, options)
     folder = path if isinstance(path, Path) and path.is_dir() else None
     # Images before tars: a folder of images often has the tar beside them that they were unpacked from.
-    if folder and any(file.suffix.lower() in SUFFIXES for file in folder.rglob("*")):
+    if folder and any(file.suffix.lower() in SUFFIXES for file in folder.rglob("[!.]*")):
         return FolderSource(folder, options)
     if tar.states:
         return TarSource(tar, options)
@@ -91,9 +91,8 @@ class SeveralSources(Source):
         return {name: source.describe() for name, source in self.parts.items()}
 
     def records(self, start: int, stop: int) -> Iterator[Record | Reject]:
-        names = list(self.parts)
         for number, low, high in spans(self.counts, start, stop):
-            name = names[number]
+            name = list(self.parts)[number]
             licence = self._described[name]["licence"]
             for item in self.parts[name].records(low, high):
                 key = f"{name}: {item.key}"
