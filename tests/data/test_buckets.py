@@ -198,12 +198,12 @@ def test_squares_are_as_they_always_were(tmp_path: Path, store: Store) -> None:
         ({"sizes": ["32"]}, "'32' is no size: write width x height"),
         ({"sizes": ["0x32"]}, "'0x32' is no size"),
         ({"sizes": "seven"}, "sizes"),
-        ({"sizes": ["64x64", "96x48"]}, "data.ingest.size is 32, buckets are of 66: set it to 66"),
-        ({"multiple": 64}, "at size 32 all aspects become 64x64 px: lower data.ingest.buckets.multiple"),
+        ({"sizes": ["64x64", "96x48"]}, "data.ingest.size is 256, buckets are of 66: set it to 66"),
+        ({"multiple": 512}, "at size 256 all aspects become 512x512 px: lower data.ingest.buckets.multiple"),
         ({"max_crop": 2}, "max_crop"),
     ],
 )
 def test_wrong_settings_are_told(buckets: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        IngestConfig.parse({"size": 32, "buckets": buckets}, "data.ingest")
+        IngestConfig.parse({"buckets": buckets}, "data.ingest")
     assert words in str(caught.value)

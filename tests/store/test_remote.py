@@ -88,7 +88,7 @@ def test_an_endpoint_that_goes_away(monkeypatch) -> None:
     with serve() as endpoint:
         use(monkeypatch, endpoint.environment())
         monkeypatch.setitem(PATIENT, "max_retries", 1)
-        Store.open(f"s3://{BUCKET}/c", create=True).put("a", b"1")
+        (store := Store.open(f"s3://{BUCKET}/c", create=True)).put("a", b"1")
     acts = [lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.exists("a"), store.list]
     for act in [*acts, lambda: store.path("a"), lambda: store.delete("a"), lambda: store.copy("a", "b")]:
         with pytest.raises(StoreError, match=r"cannot \w+ s3://.*: http://127.* does not answer: check"):
