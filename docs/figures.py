@@ -34,13 +34,15 @@ SIDES = (
 )
 """Label, colour, mark, the label's height over the last point, and what was trained."""
 HALF = "single, batch 8, rate 0.001, 400,000 images"
+HALF_LONG = "single, batch 8, rate 0.001, 2,228,480 images"
 PRETRAINED = "islands after shared pretraining, rate 0.001, 400,000 images"
 OTHERS = (
-    ("128 channels", SINGLE, -9, "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images"),
-    ("192 channels", SINGLE, -3, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
-    ("192 channels", ISLANDS, 3, "islands that share nothing, bf16, 192 channels, 597,089 images"),
+    ("128 channels", SINGLE, -1, "single, bf16, 128 channels, batch 8, rate 0.0015, 1,296,924 images"),
+    ("192 channels", SINGLE, -8, "single, bf16, 192 channels, batch 8, rate 0.001, 597,089 images"),
+    ("192 channels", ISLANDS, 7, "islands that share nothing, bf16, 192 channels, 597,089 images"),
     ("batches of 64", SINGLE, -3, "single, bf16, batch 64, rate 0.004, 2,228,480 images"),
     ("half the rate", SINGLE, None, HALF),
+    ("half the rate", SINGLE, -6, HALF_LONG),
     ("half the rate,\npretrained", ISLANDS, None, PRETRAINED),
 )
 """Label, colour, its height over the point (None: left of it), and the entry; of seeds the median."""
@@ -79,6 +81,7 @@ RATIOS = (
         SHORT,
         f"{JUDGE}, over {HALF}, 95 % unpaired",
     ),
+    (175, "half the rate\n         for one", "under", "headline.json", LONG, f"{JUDGE}, over {HALF_LONG}"),
     (43, "twice as wide", "left", "headline.json", f"{OTHERS[2][3]}: top-1", f"{JUDGE}, over {OTHERS[1][3]}"),
     (160, "emoji, 3 seeds", "right", "headline.json", LONG, OVER.format("", "2,228,480", ", 95 % unpaired")),
     (160, "paper (FID)", "left", "paper.json", "eight experts, 800k steps", None),
@@ -86,7 +89,8 @@ RATIOS = (
 """Epochs, label, the side of the label that is at the point, and the file, case and metric of the ratio.
 
 Those of 29 epochs stand a little apart, so that their intervals are seen."""
-PLACES = {"left": (9, 0, "left"), "right": (-9, 0, "right"), "below": (-9, -10, "right")}
+PLACES = {"left": (9, 0, "left"), "right": (-9, 0, "right")}
+PLACES |= {"below": (-9, -10, "right"), "under": (6, -15, "left")}
 """Of labels: points to the right, points up, and the side that is there."""
 
 

@@ -291,19 +291,19 @@ def report(points: Points, options: argparse.Namespace, floor: Mapping[str, floa
         rows += [
             median_row(case, value, [point["test"][value] for point in own.values()]) for value in values
         ]
-        for over, way in _bases(points, name, own):
+        for over, way, some in _bases(points, name, own):
             if (over, way) == (name, model):
                 continue
             singles, base = points[over][way], over if way == "monolith" else f"{over}: {way}"
             for value in values:
-                known = all(value in singles[seed]["test"] for seed in own)
+                known = all(value in singles[seed]["test"] for seed in some)
                 if re.split(" within |, unseen", value)[0] in SHARES or not known:
                     continue
-                mine, theirs = ([of[seed]["test"][value] for seed in own] for of in (own, singles))
+                mine, theirs = ([of[seed]["test"][value] for seed in some] for of in (some, singles))
                 pairs = ratios(mine, theirs)
                 kind = case if way == "monolith" else f"{case}, over {way}"
                 # The best comes first, and what is kept by seed is over it.
-                by_seed.setdefault(kind, {}).setdefault(value, dict(zip(own, pairs, strict=True)))
+                by_seed.setdefault(kind, {}).setdefault(value, dict(zip(some, pairs, strict=True)))
                 rows.append(_interval_row(case, f"{value}, over {base}", pairs))
                 if unpaired := welch_interval(mine, theirs):
                     middle = math.exp(statistics.fmean(map(math.log, pairs)))
@@ -328,11 +328,21 @@ def in_all(points: Iterable[Point]) -> list[str]:
     return [value for value in first if all(value in other for other in others)]
 
 
-def _bases(points: Points, name: str, own: dict[int, Point]) -> list[tuple[str, str]]:
-    """Single networks to hold an entry against, and whether guided: the best, and the best of its rate."""
+def _bases(points: Points, name: str, own: dict[int, Point]) -> list[tuple[str, str, dict[int, Point]]]:
+    """Single networks to hold an entry against, whether guided, and the points of the seeds that both have.
+
+    The best of all its seeds and the best of its rate; then what is better with some of the seeds alone.
+    """
+    ways = "monolith", GUIDED
     rates = [None, *(entry.rate for entry in ENTRIES if entry.name == name)]
-    found = [(best_single(points, own, way, rate), way) for way in ("monolith", GUIDED) for rate in rates]
-    return [(over, way) for over, way in dict.fromkeys(found) if over]
+    found = {(best_single(points, own, way, rate), way): own for way in ways for rate in rates}
+    few: dict[tuple[str | None, str], dict[int, Point]] = {}
+    for seed, point in own.items():
+        for way in ways:
+            base = best_single(points, {seed: point}, way), way
+            if base not in found:
+                few.setdefault(base, {})[seed] = point
+    return [(over, way, some) for (over, way), some in (found | few).items() if over]
 
 
 def best_single(
