@@ -198,7 +198,7 @@ def test_squares_are_as_they_always_were(tmp_path: Path, store: Store) -> None:
         ({"sizes": ["32"]}, "'32' is no size: write width x height"),
         ({"sizes": ["0x32"]}, "'0x32' is no size"),
         ({"sizes": "seven"}, "sizes"),
-        ({"sizes": ["64x64", "96x48"]}, "data.ingest.size is 256, buckets are of 66: set it to 66"),
+        ({"sizes": ["64x64", "96x48"]}, "data.ingest.size is 256, buckets are of 64: set it to 64"),
         ({"multiple": 512}, "at size 256 all aspects become 512x512 px: lower data.ingest.buckets.multiple"),
         ({"max_crop": 2}, "max_crop"),
     ],

@@ -227,7 +227,7 @@ class IngestConfig(RowOptions):
             what = f"data.ingest.buckets: at size {self.size} all aspects become {side}x{side} px"
             raise ConfigError(what, f"lower data.ingest.buckets.multiple, which is {self.buckets.multiple}")
         # Networks know the positions of the square of `size`, which nobody may have thought of.
-        side = round(math.sqrt(sum(map(math.prod, self.sizes())) / len(self.sizes())))
+        side = round(math.sqrt(math.prod(min(self.sizes(), key=lambda size: max(size) / min(size)))))
         if "size" not in self.model_fields_set and not self.size / 1.5 <= side <= self.size * 1.5:
             raise ConfigError(f"data.ingest.size is {self.size}, buckets are of {side}", f"set it to {side}")
         return self
