@@ -50,8 +50,7 @@ def test_numbers_are_those_of_the_results(page: str) -> None:
 def test_two_swapped_cells_are_found(page: str) -> None:
     """Any two neighbours in any row of any table, unless they are alike."""
     for block, cells in texts(page, (ROOT / page).read_text()).items():
-        rows = list(cells)
-        for one, other in pairwise(rows):
+        for one, other in pairwise(cells):
             if len(cells[one]) == len(cells[other]) and cells[one] != cells[other]:
                 assert wrong(BLOCKS[block], cells | {one: cells[other], other: cells[one]}), (block, one)
 

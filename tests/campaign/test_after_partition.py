@@ -113,7 +113,7 @@ def test_what_was_trained_on_them_goes_only_when_asked(
 def test_a_run_that_somebody_trains_is_not_removed(campaign: Campaign, tmp_path: Path) -> None:
     acquire(Log(campaign.store.sub("router/run"), new_holder()), LeaseConfig())
     before, (path, _) = digests(tmp_path / "c"), listed(campaign, tmp_path, 0)
-    with pytest.raises(Held, match="router is being trained: its last sign is 0 s old: stop it"):
+    with pytest.raises(Held, match="router is in training: its last sign is 0 s old: stop it"):
         opt_out_stage(campaign, path, retrain=True)
     assert digests(tmp_path / "c") == before
 

@@ -332,3 +332,4 @@ def test_a_server_is_sized_by_drawing(folder: Path, tmp_path: Path, run: Run) ->
     assert "experts" in run(*how).out.splitlines()[1]
     refused(run("plan", tmp_path, "--serve"), str(tmp_path))
     refused(run("plan", folder, "--serve", "--set", "batch=0"), "batch")
+    refused(run("plan", folder, "--serve", "--gpu", "h100"), "--serve measures this machine: leave --gpu out")

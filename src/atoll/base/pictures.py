@@ -89,9 +89,8 @@ def grid(
             sheet.paste(large, (left, y + (height - large.height) // 2))
         for middle, lines in written:
             for line, text in enumerate(lines):
-                draw.text(
-                    (middle, y + height + 2 + line * (_LABEL + 3)), text, "#444444", _font(), anchor="ma"
-                )
+                place = middle, y + height + 2 + line * (_LABEL + 3)
+                draw.text(place, text, "#444444", _font(), anchor="ma")
         y += height + room + pad
     return sheet
 

@@ -203,11 +203,9 @@ def _write_islands(
     seeded, keys, names = Run("pretrain") in whole, list[str](), list[str]()
     for run in plans:
         if run.expert is None or seeded or run.expert in changed:
-            quiet = silence(Log(store.sub(f"{run.folder}/run"), ""))
-            if retrain and quiet <= campaign.config.training(*run).lease.expiry_seconds:
-                raise Held(
-                    f"{run.name} is being trained: its last sign is {quiet:.0f} s old", "stop it first"
-                )
+            place, lease = store.sub(f"{run.folder}/run"), campaign.config.training(*run).lease
+            if retrain and (quiet := silence(place, Log(place, "").holding())) <= lease.expiry_seconds:
+                raise Held(f"{run.name} is in training: its last sign is {quiet:.0f} s old", "stop it first")
             started = ["init"] if plans[run].init in ("pretrain", "experts") else []
             own = [key for part in ("run", "expert", *started) for key in store.list(f"{run.folder}/{part}")]
             keys, names = keys + own, names + [run.name] * bool(own)

@@ -123,7 +123,8 @@ def plan(campaign: str, serve: bool, as_json: bool, sets: tuple[str, ...], **wan
     """Operations, memory, time, cost and bytes of every run, before any GPU is spent."""
     # Sizing a server loads the model and draws, where a plan only counts: only it needs `serve` at all.
     if serve:
-        if ignored := [name for name, value in wanted.items() if value not in ("h100", 1, None)]:
+        told, default = click.get_current_context().get_parameter_source, click.core.ParameterSource.DEFAULT
+        if ignored := [name for name in wanted if told(name) != default]:
             raise ConfigError("--serve measures this machine", f"leave --{ignored[0]} out")
         from atoll.cli.serve import size_up
 

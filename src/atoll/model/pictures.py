@@ -140,6 +140,8 @@ def dissimilarity(one: Image.Image, other: Image.Image) -> float:
         return avg_pool2d(values, side, stride=1)
 
     light, contrast = 0.01**2, 0.03**2
+    product = mean(a * b) - mean(a) * mean(b)
     spread = mean(a * a) - mean(a) ** 2 + mean(b * b) - mean(b) ** 2
-    alike = (2 * mean(a) * mean(b) + light) * (2 * (mean(a * b) - mean(a) * mean(b)) + contrast)
-    return float(1 - (alike / ((mean(a) ** 2 + mean(b) ** 2 + light) * (spread + contrast))).mean())
+    alike = (2 * mean(a) * mean(b) + light) * (2 * product + contrast)
+    ssim = alike / ((mean(a) ** 2 + mean(b) ** 2 + light) * (spread + contrast))
+    return float(1 - ssim.mean())

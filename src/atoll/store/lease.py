@@ -103,7 +103,8 @@ def acquire(
         log.refresh()
         if log.publication() is not None:
             return False
-        holding, quiet = log.holding(), silence(log)
+        holding = log.holding()
+        quiet = silence(log.store, holding)
         # Patience is no safety: a holder that only slept (a laptop, a stalled disk) may come back after this.
         # Its next append then collides with our acquire, and it leaves.
         if holding is None or quiet > lease.expiry_seconds:
@@ -122,15 +123,14 @@ def acquire(
         pause(min(2.0, max(0.05, lease.expiry_seconds / 10)))
 
 
-def silence(log: Log) -> float:
-    """Seconds since the holder of a run gave a sign of life; infinite if none lives."""
-    holding = log.holding()
+def silence(store: Store, holding: tuple[Entry, str] | None) -> float:
+    """Seconds since the holder of a run (`Log.holding`) gave a sign of life; infinite if none lives."""
     if holding is None or has_ended(holding[0].process):
         return float("inf")
     # Both times are the store's: clocks of two machines may be minutes apart, and a lease is 90 seconds. The
     # clock is asked last: asked first, a beat in between would lie in the future.
-    sign = last_sign(log.store, *holding)
-    return max(0.0, store_time(log.store) - sign)
+    sign = last_sign(store, *holding)
+    return max(0.0, store_time(store) - sign)
 
 
 def last_sign(store: Store, holder: Entry, key: str, folder: str = "") -> float:
